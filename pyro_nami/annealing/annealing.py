@@ -18,6 +18,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -31,7 +32,6 @@ from pyro_nami.annealing.tempering import Start, TemperedPath
 from pyro_nami.annealing.transitions import (
     ChainState,
     Reached,
-    adapted,
     chains_from,
     correlation,
     hamiltonian_step,
@@ -48,12 +48,16 @@ from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, log_mean
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling"]
 
-# correlation of log ratios with those before, and transitions at a temperature
-_ALIKE, _MOST_STEPS = 0.7, 5
+# Largest correlation of a chain's log ratio before and after the transitions at a temperature. At ten times less, every
+# temperature takes the most transitions; at more, chains keep the log ratios that they had.
+MAX_CORRELATION = 0.7
+MAX_TRANSITIONS = (
+    5  # at one temperature; ten times more make chains that mix slowly ten times as slow
+)
 
 
 class AnnealedSamples(NamedTuple):
-    """What annealing found, for every chain and data set. The dim of data sets is there if data were batched.
+    """The result of annealing, for every chain and data set. The dim of data sets is there if data were batched.
 
     Attributes:
         log_weights: log weights in nats, ``(chains, *data sets)``. The mean of their exponentials is an unbiased
@@ -174,36 +178,27 @@ def annealed_importance_sampling(
         >>> bool(abs(result.log_evidence - (-1.5155)) < 0.1)  # y ~ Normal(0, sqrt(2))
         True
     """
-    counts = _chain_counts(num_chains, posterior, target_acceptance is not None and not resample)
-    schedule = _schedule(num_temperatures, temperatures)[:: 1 if posterior is None else -1]
+    adapts = target_acceptance is not None and not resample
     options = _Options(
-        schedule,
-        *counts,
+        _schedule(num_temperatures, temperatures, reverse=posterior is not None),
+        *_chain_counts(num_chains, posterior, adapts),
         num_leapfrog_steps,
         target_acceptance,
         chunk_size,
         resample,
         conditional_ess,
     )
-    _check(options)
-    if resample and posterior is not None:
-        raise ValueError(
-            "Expected resample=False where chains run backwards from posterior draws; got True."
-        )
-    if draws is not None and (conditional_ess is None or draws.num_samples < num_chains):
-        raise ValueError(
-            f"Expected conditional_ess, and at most {draws.num_samples} chains, where chains start from so many draws; "
-            f"got {conditional_ess} and {num_chains} chains."
-        )
+    _check(options, draws)
     with _fixed(model, guide):
         target = Target(model, guide, args, kwargs, prior_share=defensive)
         given, reached = (posterior, None) if draws is None else chains_from(draws, num_chains)
-        return _annealed(
-            Start.of(target, as_mapping(observations), given), options, step_size, reached, progress
-        )
+        start = Start.of(target, as_mapping(observations), given)
+        return _annealed(start, options, step_size, reached, progress)
 
 
 class _Options(NamedTuple):
+    """The options of `annealed_importance_sampling`, after a check."""
+
     schedule: Sequence[float]
     num_chains: int
     num_pilots: int
@@ -212,6 +207,10 @@ class _Options(NamedTuple):
     chunk_size: int | None
     resample: bool
     conditional_ess: float | None
+
+    @property
+    def reverse(self) -> bool:
+        return self.schedule[0] > self.schedule[-1]
 
 
 def _annealed(
@@ -223,23 +222,24 @@ def _annealed(
 ) -> AnnealedSamples:
     """Anneals all data sets, chunk by chunk."""
     num_data = start.target.data.num or 1
+    total_chains = options.num_chains + options.num_pilots
     steps = _step_sizes(step_size, num_data)
-    size = min(options.chunk_size or num_data, num_data)
-    parts: list[AnnealedSamples] = []
-    start = start.checked(options.num_chains + options.num_pilots, slice(0, size))
-    total = None if options.conditional_ess else -(-num_data // size) * (len(options.schedule) - 1)
+    chunks = torch.arange(num_data).split(options.chunk_size or num_data)
+    start = start.checked(total_chains, slice(0, len(chunks[0])))
+    total = None if options.conditional_ess else len(chunks) * (len(options.schedule) - 1)
+    parts = []
     with tqdm(total=total, desc="annealing", delay=1, leave=False, disable=not progress) as bar:
-        for row in range(0, num_data, size):
-            rows = slice(row, min(row + size, num_data))
-            path, position = start.path(options.num_chains + options.num_pilots, rows)
+        for chunk in chunks:
+            rows = slice(int(chunk[0]), int(chunk[-1]) + 1)
+            path, position = start.path(total_chains, rows)
             here = reached and Reached(*(part[rows] for part in reached))
             parts.append(
                 _anneal(path, position, options, steps[rows].to(position), here, bar.update)
             )
-    return _joined(parts, start, reverse=options.schedule[0] > options.schedule[-1])
+    return _joined(parts, start, options.reverse)
 
 
-# the model's distributions would refuse what a wide step brings, which is rejected
+# A wide step may bring values that the model's distributions refuse; such a step is rejected.
 @pyro.validation_enabled(False)
 def _anneal(
     path: TemperedPath,
@@ -249,52 +249,49 @@ def _anneal(
     reached: Reached | None,
     tick: Callable[[], Any],
 ) -> AnnealedSamples:
-    """Runs all chains of a chunk of data sets along the path; those behind ``num_chains`` are pilots."""
-    schedule, num_chains = options.schedule, options.num_chains
+    """Runs all chains of a chunk of data sets along the path; the chains behind ``num_chains`` are pilots."""
+    schedule = options.schedule
     state = ChainState(position, path.value(position))
     acceptance = torch.zeros_like(state.value.start)
-    count = 0
-    steps = 0
     zero = acceptance[0]
-    now, log_evidence, variance = reached or (zero + schedule[0], zero, zero)
+    now, log_evidence, variance = reached or Reached(zero + schedule[0], zero, zero)
     log_weights = log_evidence.expand(acceptance.shape)
-    chains = torch.arange(len(acceptance), device=acceptance.device)
-    ancestors = chains.unsqueeze(-1).expand(acceptance.shape)
+    ancestors = torch.arange(len(acceptance), device=acceptance.device)
+    ancestors = ancestors.unsqueeze(-1).expand(acceptance.shape)
+    count = moves = 0
     while not count or (now != schedule[-1]).any():
-        count = count + 1
-        before = now
-        ratio = state.value.ratio
+        count += 1
+        before, ratio = now, state.value.ratio
         if options.conditional_ess is None:
             now = torch.full_like(now, schedule[count])
         else:
             now = next_temperatures(now, options.conditional_ess, log_weights, ratio)
         log_weights = log_weights + ((now - before) * ratio).where(now != before, 0.0)
-        spread: Tensor | float = 1.0
+        spread = torch.ones_like(position[0, :, :1])
         if options.resample:
             state, log_weights, added, ancestors = resampled_chains(state, log_weights, ancestors)
             variance = variance + added
             spread = spread_of(state.position, log_weights)
         ratio = state.value.ratio
-        for _ in range(_MOST_STEPS):
+        for _ in range(MAX_TRANSITIONS if options.conditional_ess else 1):
             wide = step_size.unsqueeze(-1) * spread
-            state, probability = hamiltonian_step(
-                path, state, now, wide, options.num_leapfrog_steps
-            )
-            acceptance, steps = acceptance + probability, steps + 1
-            pilots = probability if options.resample else probability[num_chains:]
-            slower = 1 if options.resample else count
-            step_size = adapted(step_size, slower, pilots.mean(0), options.target_acceptance)
-            if not options.conditional_ess:
-                break
-            if not (correlation(ratio, state.value.ratio, log_weights) > _ALIKE).any():
+            state, accepted = hamiltonian_step(path, state, now, wide, options.num_leapfrog_steps)
+            acceptance, moves = acceptance + accepted, moves + 1
+            if options.target_acceptance is not None:
+                pilots, rate = accepted, 1.0
+                if not options.resample:
+                    pilots, rate = accepted[options.num_chains :], count**-0.5
+                error = pilots.mean(0) - options.target_acceptance
+                step_size = step_size * torch.exp(rate * error)
+            if not (correlation(ratio, state.value.ratio, log_weights) > MAX_CORRELATION).any():
                 break
         tick()
     if options.resample:
-        unseen = variance_of_lineages(ancestors, log_weights) - log_mean_error(log_weights).square()
-        variance = variance.maximum(unseen)
-    samples = {name: value[:num_chains] for name, value in path.at(state.position).values.items()}
+        variance = variance.maximum(variance_of_lineages(ancestors, log_weights))
+    counted = slice(options.num_chains)
+    samples = {name: value[counted] for name, value in path.at(state.position).values.items()}
     return AnnealedSamples(
-        log_weights[:num_chains], samples, acceptance[:num_chains] / steps, step_size, variance
+        log_weights[counted], samples, acceptance[counted] / moves, step_size, variance
     )
 
 
@@ -302,33 +299,31 @@ def _joined(parts: list[AnnealedSamples], start: Start, reverse: bool) -> Anneal
     """Returns the result for all chunks; without the dim of data sets if they are not batched."""
 
     def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
-        joined = torch.cat(list(tensors), dim)
+        joined = torch.cat(tuple(tensors), dim)
         return joined.squeeze(dim) if start.target.data.num is None else joined
 
     weights, samples, acceptance, steps, variance, *_ = zip(*parts)
     log_weights = join(weights, 1)
-    own = {
-        name: join([values[name] for values in samples], 1).reshape(
-            log_weights.shape + site["fn"].shape()
-        )
-        for name, site in start.latents.items()
-    }
-    plates = {name: plate_names(site) for name, site in start.latents.items()}
-    found = AnnealedSamples(
-        log_weights, own, join(acceptance, 1), join(steps, 0), join(variance, 0)
+    own, plates = {}, {}
+    for name, site in start.latents.items():
+        value = join([values[name] for values in samples], 1)
+        own[name] = value.reshape(log_weights.shape + site["fn"].shape())
+        plates[name] = plate_names(site)
+    return AnnealedSamples(
+        log_weights, own, join(acceptance, 1), join(steps, 0), join(variance, 0), reverse, plates
     )
-    return found._replace(reverse=reverse, plates=plates)
 
 
-def _schedule(num: int, given: Sequence[float] | Tensor | None) -> list[float]:
+def _schedule(num: int, given: Sequence[float] | Tensor | None, reverse: bool) -> list[float]:
+    """Returns the inverse temperatures in the order in which chains pass them."""
     if given is None:
         if num < 2:
             raise ValueError(f"Expected num_temperatures >= 2; got {num}.")
-        return sigmoid_temperatures(num).tolist()
+        given = sigmoid_temperatures(num)
     values = torch.as_tensor(given, dtype=torch.float64)
     if len(values) < 2 or values[0] != 0 or values[-1] != 1 or not (values.diff() > 0).all():
         raise ValueError(f"Expected temperatures that increase from 0 to 1; got {values.tolist()}.")
-    return values.tolist()
+    return values.tolist()[:: -1 if reverse else 1]
 
 
 def _chain_counts(
@@ -345,26 +340,31 @@ def _chain_counts(
     return total - pilots, pilots
 
 
-def _check(options: _Options) -> None:
-    _, num_chains, _, steps, target, chunk_size, resample, share = options
-    for holds, expected in (
-        (
-            num_chains >= 1,
-            f"num_chains >= 1, or two posterior draws (one is a pilot); got {num_chains}",
-        ),
-        (steps >= 1, f"num_leapfrog_steps >= 1; got {steps}"),
-        (
-            target is None or 0 < target < 1,
-            f"target_acceptance between 0 and 1, or None; got {target}",
-        ),
-        (chunk_size is None or chunk_size >= 1, f"chunk_size >= 1 or None; got {chunk_size}"),
-        (
-            share is None or (resample and 0 < share < 1),
-            f"conditional_ess between 0 and 1, with resample=True; got {share} with resample={resample}",
-        ),
-    ):
-        if not holds:
-            raise ValueError(f"Expected {expected}.")
+def _check(options: _Options, draws: WeightedSamples | None) -> None:
+    _, num_chains, _, steps, acceptance, size, resample, share = options
+    _expect(num_chains > 0, f"num_chains >= 1, or two posterior draws (a pilot); got {num_chains}")
+    _expect(steps > 0, f"num_leapfrog_steps >= 1; got {steps}")
+    _expect(0 < (acceptance or 0.5) < 1, f"target_acceptance between 0 and 1; got {acceptance}")
+    _expect(size is None or size > 0, f"chunk_size >= 1; got {size}")
+    _expect(
+        share is None or resample and 0 < share < 1,
+        f"conditional_ess between 0 and 1, with resample=True; got {share}",
+    )
+    _expect(
+        not (resample and options.reverse),
+        "resample=False where chains run backwards from posterior draws; got True",
+    )
+    most = math.inf if draws is None else draws.num_samples
+    _expect(
+        draws is None or share is not None and num_chains <= most,
+        f"conditional_ess, and at most {most} chains, where chains start from {most} draws; got {share} and "
+        f"{num_chains} chains",
+    )
+
+
+def _expect(holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"Expected {expected}.")
 
 
 def _step_sizes(given: float | Tensor, num_data: int) -> Tensor:

@@ -18,7 +18,9 @@ from pyro_nami.deriving.expansion import (
     parameters_of,
     plate_shape,
 )
-from pyro_nami.deriving.marginal_quadrature import MOST_MARGINAL, Marginal, points_of
+from pyro_nami.deriving.grid_search import Box
+from pyro_nami.deriving.grids import MOST_ON_GRID
+from pyro_nami.deriving.marginal_quadrature import Marginal, points_of
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.arguments import Arguments
@@ -57,7 +59,7 @@ def first_ones(
         and options.blocks is None
         and options.rules.keys().isdisjoint(rest)
     )
-    if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
+    if not searched or not groups or not 0 < len(rest) <= MOST_ON_GRID or first.semi_observed:
         return None
     if (
         not all(group.is_exact for group in groups.values())
@@ -102,21 +104,21 @@ def marginal(
     ``derive`` is `pyro_nami.guide.derivation.derive`.
     """
     leaves = tree_leaves([call.args, call.kwargs, call.values, call.held])
-    known, found, seen = call.tables.get(group, (None, None, None))
+    known, found, seen = call.derived.tables.get(group, (None, None, None))
     joint = _Joint.of(plan, call, current, derive)
     same = known is not None and known.are(leaves)
     sites = joint.sites_if_same(seen) if same else None
     if sites is None:
         try:
-            known, found = Arguments(leaves, kept=True), joint.table(group, found)
+            known, found = Arguments(leaves, kept=True), joint.table(group)
         except ValueError as error:
             learned = dict.fromkeys(group.members, "learned")
             raise ValueError(
                 f"At these data {error}. A guide with rules={learned} takes them."
             ) from error
-        call.tables[group] = known, found, joint.seen(group, found)
+        call.derived.tables[group] = known, found, joint.seen(group, found)
     else:
-        current.ready.update({name: sites[name] for name in group.members})
+        current.derived.sites.update({name: sites[name] for name in group.members})
     return found
 
 
@@ -186,7 +188,7 @@ def cut_by_bounds(plan: Plan, call: Call, current: Pass, derive: Callable) -> di
                 values[name] = (
                     table.conditional(name, values).expand((_CHECKED, *joint.leading)).sample()
                 )
-            lost = joint._drawn(values)[0].lost()
+            lost = joint._drawn(values)[0].derived.lost()
     except Exception:  # noqa: BLE001  of which `flaw_of_tables` tells
         return {}
     return {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
@@ -223,7 +225,7 @@ class _Joint(NamedTuple):
                 {**self.call.held, **self._with_others(few)[0]}, note=of_rank(1 + len(self.leading))
             )
 
-    def table(self, group: ConjugateGroup, near: Marginal | None = None) -> Marginal:
+    def table(self, group: ConjugateGroup) -> Marginal:
         """Returns the conditionals of a group, from runs of the model at points of a grid."""
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
             pyro.set_rng_seed(0)
@@ -239,7 +241,8 @@ class _Joint(NamedTuple):
                 middle.append(center.expand(self.leading))
                 half.append(_SPREADS * (high - low).clamp(min=_LEAST_SPREAD).expand(self.leading))
             like = self.plan.initial[group.members[0]]
-            return Marginal(group, layouts, like, middle, half, self.log_density, near)
+            box = Box.upright(middle, half)
+            return Marginal(group, layouts, like, box, self.log_density)
 
     def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
         """Returns draws from a prior in unconstrained space; numbers about the initial value from an improper one."""
@@ -288,12 +291,12 @@ class _Joint(NamedTuple):
     def _drawn(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
         """Returns a pass in which all others are drawn, as for `_with_others`."""
         inner = self.current.beside(self.plan.rules, self.derive, at)
-        passed = {*at, *self.call.lacking, *self.call.unseen, *self.call.held}
+        passed = {*at, *self.call.lacking, *self.call.from_prior, *self.call.held}
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
         for name in (name for name in self.plan.order if name not in passed):
             rule = inner.rules[name]
             fn = rule.distribution(inner, torch.Size(), None)
-            site = inner.ready[name]  # of the run that it was derived by
+            site = inner.derived.sites[name]  # of the run that it was derived by
             fn = fn.expand(broadcast(fn.batch_shape, plate_shape(site)))
             value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
             inner.note_bounds(name, fn)

@@ -48,7 +48,7 @@ OTHER_STRUCTURE = (
     "The arguments and data of a guide's first call decide what is derived, and the sizes of its networks. Call the "
     "new guide with data of training first, or save the state with save_data=True."
 )
-_START_DRAWS = 5  # by which starts of bounds are compared
+START_DRAWS = 5  # by whose ELBO starts of bounds are compared, all of the same seed
 
 
 class LazyGuide(AutoGuide):
@@ -119,7 +119,7 @@ class LazyGuide(AutoGuide):
         # in the store: they are started already
         if len(starts) < 2 or self._options.observed or stored:
             return
-        elbo, losses = Trace_ELBO(_START_DRAWS), []
+        elbo, losses = Trace_ELBO(START_DRAWS), []
         with (
             untouched(self.model),
             own_dims(),

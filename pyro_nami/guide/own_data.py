@@ -79,13 +79,15 @@ class OwnData:
         parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
         call = replace(call, indices={**call.indices, **parts}) if parts else call
         call = _from_observations(call, plan, observations) if observations else call
+        given = call.values.keys()
         call = _from_arguments(call, plan, look.slots if look is not None else {})
         complete = all(name in call.values for name in plan.read)
-        alone = look is not None and complete and (plan.interleaved or not draws)
+        alone = look is not None and complete and (plan.sampling.interleaved or not draws)
         if not alone or plan.plates.subsampled or look is not None and look.varying:
             call = _from_run(call, plan, plates)
         if look is None:
-            look = _look_at(call, plan)
+            own = {name: value for name, value in call.values.items() if name not in given}
+            look = _look_at(call, own, plan)
             self._looks.note(kind, look)
         return replace(call, moving=look.moving)
 
@@ -131,18 +133,18 @@ def leaves_of(call: Call) -> list[Any]:
     return leaves
 
 
-def _look_at(call: Call, plan: Plan) -> Look:
-    """Returns what a run of the model has shown of this call, for others of its kind."""
+def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
+    """Returns what a run of the model has shown of a call, and of its ``own`` values, for others of its kind."""
     arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     slots = {
         name: slot
-        for name, value in call.own.items()
+        for name, value in own.items()
         for slot, argument in arguments
         if isinstance(argument, Tensor) and argument is value and not plan.plates.subsampled
     }
-    own_data = any(name in call.own and name not in slots for name in plan.semi_observed)
-    made = [name for name in call.own if name not in slots] if not plan.plates.subsampled else []
-    return Look(slots, bool(call.lacking or call.new or own_data), _moving(call, plan, made))
+    own_data = any(name in own and name not in slots for name in plan.semi_observed)
+    made = [name for name in own if name not in slots] if not plan.plates.subsampled else []
+    return Look(slots, bool(call.lacking or call.from_prior or own_data), _moving(call, plan, made))
 
 
 def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
@@ -210,7 +212,9 @@ def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
         and name not in call.values
         and _is_in_shape(sites[name])
     }
-    call = replace(call, indices=indices, sites=sites, lacking=plan.names - sites.keys(), new=new)
+    call = replace(
+        call, indices=indices, sites=sites, lacking=plan.names - sites.keys(), from_prior=new
+    )
     return _with_own(call, plan, found)
 
 
@@ -226,7 +230,6 @@ def _with_own(call: Call, plan: Plan, found: Mapping[str, Tensor]) -> Call:
     return replace(
         call,
         values={**call.values, **found},
-        own={**call.own, **found},
         held={**call.held, **held},
     )
 

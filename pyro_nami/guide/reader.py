@@ -301,7 +301,7 @@ class CallReader:
         """
         kept = {name: value for name, value in answer.values.items() if self._is_whole(name)}
         held = {name: value for name, value in answer.held.items() if name in kept}
-        call = replace(answer, indices=own.indices, values=kept, held=held, own={})
+        call = replace(answer, indices=own.indices, values=kept, held=held)
         counts = {plate: len(index) for plate, index in own.indices.items()}
         before = {plate: len(answer.indices.get(plate, own.indices[plate])) for plate in counts}
         try:
@@ -378,7 +378,7 @@ class CallReader:
         if fixed or memory.mode is Mode.AMORTIZED and (may_train or memory.call is None):
             frozen = memory.frozen(own, data)
             if frozen is not memory.call:
-                memory.constants.clear()
+                memory.derived = memory.derived._replace(constants={})
             around = self._surroundings(call) if fixed and not tracing else None
             memory.keep(frozen, around)
             if fixed and may_train and tracing:  # compiled steps do not come here again
@@ -390,11 +390,10 @@ class CallReader:
     def _with_kept(self, call: Call, constants: bool = False) -> Call:
         """Returns a call with what was found in earlier ones, ``constants`` of its data included."""
         memory = self.memory
-        kept = memory.constants if constants and not call.indices else None
+        derived = memory.derived
         is_fixed = memory.mode is Mode.FIXED and not self.plan.plates.subsampled
-        return replace(
-            call, constants=kept, tables=memory.tables, starts=memory.starts, is_fixed=is_fixed
-        )
+        kept = derived.constants if constants and not call.indices else None
+        return replace(call, derived=derived._replace(constants=kept, is_fixed=is_fixed))
 
     def _without(self, absent: Sequence[str], own: Call, call: Call, given: bool) -> Call:
         """Returns the answer to a call that lacks data of some sites.
@@ -427,24 +426,25 @@ class CallReader:
             return self._with_kept(self.own.completed(own))
         if memory.mode is not Mode.MINIBATCHES or not memory.history.moving.issuperset(absent):
             raise ValueError(_no_data(absent[0]))
-        unseen = [name for name in plan.order if not plan.data_of(name).isdisjoint(absent)]
+        open_names = [name for name in plan.order if name not in own.lacking]
+        unseen = [name for name in open_names if not plan.data_of(name).isdisjoint(absent)]
         names, sites = ", ".join(map(repr, unseen)), ", ".join(map(repr, absent))
         self._tell(
             f"This call brings no data of {sites}, by which the guide infers {names} row by row: they are drawn from "
             "the model's own conditional given all others."
         )
         own = self._with_kept(self.own.completed(own))
-        return replace(own, unseen=own.unseen.union(unseen))
+        return replace(own, from_prior=(*own.from_prior, *unseen))
 
     def _explicit(self, own: Call) -> Call:
         """Returns the answer of a trained guide to a call with ``observations=``: what is derived is of these data."""
         plan = self.plan
-        unseen: frozenset[str] = frozenset()
+        unseen: Collection[str] = ()
         _check_sizes(own, plan)
         if self._has_call(own.model) and self.memory.call is not None:
             target = self._target(self.memory.call, own)
             self._tell(target.notice)
-            unseen = frozenset(target.fresh).intersection(plan.learned)
+            unseen = [name for name in target.fresh if name in plan.learned]
         names = [name for name in plan.learned if name not in unseen]
         if names:
             self._tell(
@@ -452,7 +452,7 @@ class CallReader:
                 "were learned on those alone and answer as they were trained. Train the guide on these data, or on "
                 "simulations by InferenceCompilation, for it to serve both."
             )
-        return self._with_kept(replace(own, unseen=unseen))
+        return self._with_kept(replace(own, from_prior=(*own.from_prior, *unseen)))
 
     def _data_of(self, call: Call) -> Data:
         """Returns what tells whether a call's data are those of training: fingerprints of values and covariates.

@@ -60,12 +60,6 @@ class Simulations(NamedTuple):
         """Returns the batch of a step from values made before; see `as_draws`."""
         return Batch(*self.arguments(step), as_draws(values, self.simulator))
 
-    def batched(self, data: Any, epochs: _Epochs | None = None) -> Iterable[Any]:
-        """Returns the batches of all simulations at once; themselves where batches are given."""
-        if not are_all(data):
-            return data
-        return _Whole(as_draws(data, self.simulator), self.size, epochs)
-
     def held_out(self, given: Any) -> Callable[[], Iterable[Batch]] | None:
         """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
         if given is None:
@@ -75,7 +69,9 @@ class Simulations(NamedTuple):
                 pyro.set_rng_seed(_HELD_OUT_SEED)
                 batches = list(self.total(given))
             return lambda: batches
-        kept = list(given) if isinstance(given, Iterator) else self.batched(given)
+        if are_all(given):
+            given = as_draws(given, self.simulator).in_batches(self.size(0))
+        kept = list(given) if isinstance(given, Iterator) else given
         return lambda: (self.given(values, i) for i, values in enumerate(kept))
 
 
@@ -107,8 +103,10 @@ def stream_of(
     """
     if data is not None:
         place = dict(state) if "epoch" in state else {}
-        batches = _epochs(simulations.batched(data, _Epochs(renew, place)), place)
-        return Stream(_read(simulations, steps, batches, processes), place)
+        if are_all(data):
+            draws = as_draws(data, simulations.simulator)
+            data = _Shuffled(draws, simulations.size, renew, place)
+        return Stream(_read(simulations, steps, _epochs(data, place), processes), place)
     if num_workers == 0:
         return Stream(map(simulations.fresh, steps), {})
     seed = state.get("seed") or int(torch.randint(1, 2**31, ()))
@@ -124,39 +122,33 @@ def stream_of(
     return Stream(iter(loader), {"seed": seed})
 
 
-class _Epochs(NamedTuple):
-    """What epochs of training are: what makes other simulations of all behind each, and the place in the one now."""
+class _Shuffled:
+    """All simulations that there are, of which each iteration is an epoch: full batches, in a new order.
 
-    renew: Renew | None
-    place: dict[str, Any]
-
-
-class _Whole:
-    """All simulations that there are, in batches: in ``epochs`` of training, in a new order each, full ones alone.
-
-    An epoch's batches are of the size of its first step.
+    Args:
+        draws: the simulations.
+        size: from the number of steps done before an epoch to the size of its batches.
+        renew: makes other simulations of all, after an epoch.
+        place: where it notes what another one needs to go on alike.
     """
 
     def __init__(
-        self, draws: JointDraws, size: Callable[[int], int], epochs: _Epochs | None
+        self,
+        draws: JointDraws,
+        size: Callable[[int], int],
+        renew: Renew | None,
+        place: dict[str, Any],
     ) -> None:
-        self.draws = draws
-        self.size = size
-        self.shuffled = epochs is not None
-        self.renew, self.place = epochs or _Epochs(None, {})
-        if "latents" in self.place:
-            self.draws = draws._replace(latents=self.place["latents"])
+        self.draws = draws._replace(latents=place.get("latents", draws.latents))
+        self.size, self.renew, self.place = size, renew, place
 
     def __iter__(self) -> Iterator[JointDraws]:
         num, done = self.draws.num, self.place.setdefault("done", 0)
         size = min(num, self.size(done))
-        order = torch.randperm(num) if self.shuffled else torch.arange(num)
-        order = order[: max(size, num - num % size)] if self.shuffled else order
         if self.renew is not None:
             self.place["latents"] = self.draws.latents
-        for rows in order.split(size):
-            yield self.draws.select(rows)
-        self.place["done"] = done + self.shuffled * (len(order) // size)
+        yield from self.draws.in_batches(size, torch.randperm(num)[: num - num % size])
+        self.place["done"] = done + num // size
         if self.renew is not None:
             self.draws = self.renew(self.draws, self.place.setdefault("renewal", {}))
 
@@ -237,19 +229,17 @@ def as_draws(values: Any, simulator: Simulator) -> JointDraws:
             raise ValueError(
                 f"Expected a tensor for every site, {', '.join(map(repr, names))}; got none for '{name}'."
             )
-    values = {name: as_tensor(name, values[name], simulator.like[name]) for name in names}
-    for name, (batch, event) in simulator.ranks.items():
-        if values[name].dim() == 1 + batch + event:
-            idle = (1,) * (simulator.nesting - batch)
-            values[name] = values[name].reshape(len(values[name]), *idle, *values[name].shape[1:])
     num = len(values[names[0]])
-    for name in names:
-        if values[name].dim() <= simulator.nesting or len(values[name]) != num:
+    found = {}
+    for name, site in simulator.single.items():
+        value, fn = as_tensor(name, values[name], site["value"]), site["fn"]
+        if value.dim() == 1 + len(fn.shape()):
+            idle = (1,) * (simulator.nesting - len(fn.batch_shape))
+            value = value.reshape(len(value), *idle, *value.shape[1:])
+        if value.dim() <= simulator.nesting or len(value) != num:
             raise ValueError(
                 f"Expected values of site '{name}' of shape (draws, *plates, *event), with {simulator.nesting} plate "
-                f"dims and as many draws as '{names[0]}', {num}; got {tuple(values[name].shape)}."
+                f"dims and as many draws as '{names[0]}', {num}; got {tuple(value.shape)}."
             )
-    latents, observed = (
-        {name: values[name] for name in part} for part in (simulator.latent, simulator.observed)
-    )
-    return JointDraws(latents, observed, simulator.nesting)
+        found[name] = value
+    return simulator.joint(found)

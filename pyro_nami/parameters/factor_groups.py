@@ -177,10 +177,8 @@ def plan_steps(
     ]
 
 
-def dependency(
-    factors: Sequence[Factor], columns: Sequence[InputColumns]
-) -> tuple[Tensor, list[list[int]]]:
-    """Returns which columns each row reads, boolean ``(rows, columns)``, and the rows that read the same, in lists.
+def dependency(factors: Sequence[Factor], columns: Sequence[InputColumns]) -> Tensor:
+    """Returns which columns each row reads, boolean ``(rows, columns)``.
 
     Rows of pseudo-observations read no pooled features.
     """
@@ -200,8 +198,4 @@ def dependency(
                 which = torch.arange(first, last) * parts.shape[1] // sizes[source]
                 reads[:, :, here] &= parts[:, which].unsqueeze(1)
         matrix.append(reads.flatten(0, 1))
-    counts = [[f.num_params, f.num_rows - f.num_params] * f.num_elements for f in factors]
-    rows = torch.arange(sum(map(len, matrix))).split(
-        [count for each in counts for count in each if count]
-    )
-    return torch.cat(matrix), [part.tolist() for part in rows]
+    return torch.cat(matrix)

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.networks.masked import MaskedMLP
+from pyro_nami.networks.masked import Base, MaskedMLP
 from pyro_nami.networks.running import Running
-from pyro_nami.networks.separate import SeparateMLP
-from pyro_nami.networks.stepped import Base
 from pyro_nami.parameters.conditioning import nodes_of, pooled_part
 from pyro_nami.parameters.factor_groups import Factor, InputColumns, NetworkStep, dependency
 from pyro_nami.parameters.spline_stack import SplineStack
@@ -46,7 +44,6 @@ class GroupNetwork:
         factors: of the group, in sampling order; steps: as planned.
         latents: the nodes that are no data.
         simulated: whether the guide is trained on simulations rather than on data.
-        shared: one network for all factors; otherwise a small one for every factor.
         hidden_features, options: of the network; factory: its dtype and device.
     """
 
@@ -57,7 +54,6 @@ class GroupNetwork:
         latents: Collection[Any],
         *,
         simulated: bool,
-        shared: bool,
         hidden_features: Sequence[int],
         factory: Mapping[str, Any],
         **options: Any,
@@ -85,7 +81,7 @@ class GroupNetwork:
         units = sum(hidden_features[-1:]) if sum(splits) else 0
         most = _MOST_MEMORY if simulated else _MOST_TRAINED
         _check_memory(factors, count, direct + units + 1, most, factory)
-        self.reads, alike = dependency(factors, columns)  # which columns each row reads
+        self.reads = dependency(factors, columns)  # which columns each row reads
         base = _COMPILED if simulated else _TRAINED
         self._make_stacks(hidden_features, base, factory)
         options |= {
@@ -94,10 +90,7 @@ class GroupNetwork:
             "base": base,
             **factory,
         }
-        if shared:
-            self.mlp: Any = MaskedMLP(self.reads, hidden_features, **options)
-        else:
-            self.mlp = SeparateMLP(self.reads, hidden_features, factors=alike, **options)
+        self.mlp = MaskedMLP(self.reads, hidden_features, **options)
         if not simulated:
             self.mlp.set_units(torch.full_like(self.mlp.units, _SHAPE_UNIT))
         self.running = self._standardization(columns, latents, simulated, factory)

@@ -100,6 +100,7 @@ class InverseNetwork(PyroModule):
         simulated: whether the guide is trained on simulations rather than on data.
         hidden_features: of the groups' networks; by default one layer, in guides for data of fewer units over large
             plates, whose instances have offsets of their own.
+        shared: whether factors in the same plates have one network, or one each.
         factory: dtype and device of the parameters.
         **options: of the groups' networks, see `GroupNetwork`.
     """
@@ -118,6 +119,7 @@ class InverseNetwork(PyroModule):
         adding: Collection[Hashable],
         simulated: bool,
         hidden_features: Sequence[int] | None,
+        shared: bool,
         factory: Mapping[str, Any],
         **options: Any,
     ) -> None:
@@ -139,7 +141,7 @@ class InverseNetwork(PyroModule):
             for source, count in heads.items()
         }
         options |= {"simulated": simulated, "factory": factory}
-        self.groups = _groups(factors, plates, sizes, hidden_features, options)
+        self.groups = _groups(factors, plates, sizes, hidden_features, shared, options)
         self.group_of = {factor.name: group for group in self.groups for factor in group.factors}
         self.factors = {factor.name: factor for factor in factors}
         self._nodes = {f.name: frozenset().union(*map(nodes_of, f.sources)) for f in factors}
@@ -391,15 +393,19 @@ def _groups(
     plates: Plates,
     sizes: Mapping[Source, int],
     hidden_features: Sequence[int] | None,
+    shared: bool,
     options: Mapping[str, Any],
 ) -> tuple[GroupNetwork, ...]:
-    """Returns the networks of factors in the same plates; in SVI factors that read nothing have their own."""
+    """Returns the networks of factors in the same plates, or of each if none are ``shared``.
+
+    In SVI factors that read nothing have their own.
+    """
     simulated = options["simulated"]
     # Latents without a factor are read as well.
     position = {name: i for i, name in enumerate(options["latents"])}
     members: dict[Hashable, list[Factor]] = {}
     for factor in factors:
-        key = factor.batch, not (simulated or factor.sources)
+        key = factor.batch, not (simulated or factor.sources), shared or factor.name
         members.setdefault(key, []).append(factor)
     groups = []
     for each in members.values():

@@ -283,7 +283,7 @@ class NetworkState:
 
     def _inputs(self, group: GroupNetwork, begin: int, stop: int, x: Tensor) -> Tensor:
         """Returns what a group's network makes of its columns of some steps."""
-        first, last = group.mlp.steps.columns[begin], group.mlp.steps.columns[stop]
+        first, last = group.mlp.bounds[0][begin], group.mlp.bounds[0][stop]
         if self._record is not None:
             self._record.inputs.append((group, first, last, x.detach()))
         return group.running(x, first, last)

@@ -112,7 +112,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(name, tmp_path, monke
     if name == "rarely refreshed":
         monkeypatch.setattr(
             "pyro_nami.inference.latent_moves.elements_of_a_draw",
-            lambda *args: 2 * latent_moves._WORK,
+            lambda *args: 2 * latent_moves.WORK,
         )
     whole = make()
     history = fit(whole, 13, **options())

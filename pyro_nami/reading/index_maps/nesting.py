@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_nami.reading.changes import moved, spread
 from pyro_nami.reading.interventions import Dependencies
 from pyro_nami.reading.probe import OutOfBudget, Place, Probe, Run
-from pyro_nami.reading.site_records import moved, spread
 
 __all__ = ["Nesting", "Route", "routes"]
 
