@@ -35,7 +35,7 @@ class SiteDistribution(PathScored):
     Example:
         >>> from pyro_nami.factors.layout import UnconstrainedLayout
         >>> from pyro_nami.factors.normals import NormalElements
-        >>> layout = UnconstrainedLayout(constraints.positive, torch.Size(), torch.tensor(1.0))
+        >>> layout = UnconstrainedLayout(constraints.positive, torch.Size())
         >>> q = SiteDistribution(NormalElements(torch.tensor([[0.0, 0.5413]])), layout)  # softplus(0.5413) = 1
         >>> q.log_prob(torch.tensor(2.0)), torch.distributions.LogNormal(0.0, 1.0).log_prob(torch.tensor(2.0))
         (tensor(-1.8523), tensor(-1.8523))
@@ -94,17 +94,14 @@ class SiteDistribution(PathScored):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.has_rsample):
             return self._draw(sample_shape)
 
-    def recall(self, value: Tensor) -> Tensor | None:
-        """Returns the elements of the latest draw if `value` is it; see `LatestDraw`."""
-        kept = self._latest.recall(value)
-        return None if kept is None else kept[0]
-
     def drawn(self, x: Tensor) -> Tensor | None:
-        return self.recall(x)
+        """Returns the elements of the latest draw if `x` is it; see `LatestDraw`."""
+        kept = self._latest.recall(x)
+        return None if kept is None else kept[0]
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities in nats ``(*batch,)``; of an instance given those before it, in a joint block."""
-        elements = self.recall(value)
+        elements = self.drawn(value)
         if elements is None:
             if self._validate_args:
                 self._validate_sample(value)

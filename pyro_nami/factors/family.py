@@ -81,7 +81,7 @@ class Family(ABC):
         self.varies = self.varies or moving
         batch_shape = torch.Size(prior.batch_shape) if moving else torch.Size()
         self.layout = self.layout_type(
-            detached_support(support), prior.event_shape, value, batch_shape=batch_shape
+            detached_support(support), prior.event_shape, batch_shape=batch_shape
         )
 
     @property

@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_nami.factors.family import Family
+from pyro_nami.factors.links import RANGE
 from pyro_nami.factors.types import TYPES, Row, num_classes
 from pyro_nami.factors.wrappers import innermost, through_wrappers
 
 __all__ = ["OwnTypeFamily"]
-
-# of the prior's raw parameters: probabilities of 0 and 1 keep finite gradients, and are as good as certain
-_MAX_RAW = 100.0
 
 
 class OwnTypeFamily(Family):
@@ -87,7 +85,8 @@ class OwnTypeFamily(Family):
 
     def _raw(self, prior: Distribution) -> Tensor:
         """Returns the prior's raw parameters ``(*batch, E, k)``."""
-        raw = through_wrappers(prior, self._raw_of).clamp(-_MAX_RAW, _MAX_RAW)
+        # a prior that excludes a value keeps finite gradients
+        raw = through_wrappers(prior, self._raw_of).clamp(-RANGE, RANGE)
         return raw.reshape(torch.Size(prior.batch_shape) + (self.num_elements, self.num_params))
 
     def _raw_of(self, leaf: Any) -> Tensor:

@@ -213,7 +213,7 @@ class Pass:
             self.outside.values[name] = value
         self.note_bounds(name, fn)
         value = self.outside.inside(value, len(fn.event_shape))
-        elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
+        elements = fn.drawn(value) if isinstance(fn, SiteDistribution) else None
         if elements is not None:
             self.rules[name].note(self, elements)
         if value.is_inference():  # through which no conditional could be derived
