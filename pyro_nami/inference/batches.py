@@ -19,7 +19,7 @@ from pyro_nami.program.isolation import forked_rng
 
 __all__ = ["Arguments", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
-_HELD_OUT_SEED = 1_618_033_988  # apart from the training's
+HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
 
 Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
 Arguments = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
@@ -44,6 +44,11 @@ class Simulations(NamedTuple):
         """Returns the number of simulations in a step."""
         return self.batch_size(step) if callable(self.batch_size) else self.batch_size
 
+    def at_start(self) -> Simulator:
+        """Returns the simulator at the arguments of the first step."""
+        args, kwargs = self.arguments(0)
+        return self.simulator.at(*args, **kwargs)
+
     def fresh(self, step: int, size: int | None = None) -> Batch:
         """Returns the batch of a step, with Pyro's random numbers."""
         args, kwargs = self.arguments(step)
@@ -66,7 +71,7 @@ class Simulations(NamedTuple):
             return None
         if isinstance(given, int):
             with forked_rng():
-                pyro.set_rng_seed(_HELD_OUT_SEED)
+                pyro.set_rng_seed(HELD_OUT_SEED)
                 batches = list(self.total(given))
             return lambda: batches
         if are_all(given):

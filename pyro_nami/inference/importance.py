@@ -53,7 +53,8 @@ from pyro_nami.program.runner import Runner
 
 __all__ = ["Proposal", "importance_sample"]
 
-MAX_LOST = 0.5  # largest share of draws at which the model may have no density; at most 1, where nothing is refused
+# Largest share of draws at which the model may have no density. At ten times less, some that overflow are an error.
+MAX_LOST = 0.5
 
 
 @torch.no_grad()
