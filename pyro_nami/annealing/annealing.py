@@ -4,9 +4,25 @@ Chains start from the prior, or from a guide, and follow the densities
 
 .. math:: f_t(z) = f_0(z)^{1 - t} \, p(z, x)^t, \qquad 0 = t_0 < \dots < t_K = 1,
 
-with one Hamiltonian transition at each. A chain's weight, the product of f_{t_k} / f_{t_{k-1}} at the places where it
-was, has the evidence p(x) as its mean. Here is the loop over temperatures, and the result; `tempering` holds the
-densities and where they start, and `transitions` the kernel.
+with one Hamiltonian transition at each, in unconstrained space. A chain's weight, the product of f_{t_k} /
+f_{t_{k-1}} at the places where it was, has the evidence p(x) as its mean. Here is the loop over temperatures, and the
+result; `tempering` holds the densities and where they start, and `transitions` the kernel.
+
+A step size serves all chains of a data set. It follows pilots, one for five chains, whose weights do not count, so
+weights are unbiased. With `resample` (a sequential Monte Carlo sampler), chains of a data set are drawn anew by their
+weights when fewer than half of them are effective; they are their own pilots, and steps are relative to the chains'
+standard deviations. With `conditional_ess`, chains make up to `MAX_TRANSITIONS` transitions at each temperature,
+until their weights hardly depend on where they were. Chains that start from `draws` are drawn from these by their
+weights at the highest temperature that leaves as many effective, and go on from there.
+
+Example:
+    >>> def model(y):
+    ...     z = pyro.sample("z", pyro.distributions.Normal(0.0, 1.0))
+    ...     pyro.sample("y", pyro.distributions.Normal(z, 1.0), obs=y)
+    >>> pyro.set_rng_seed(0)
+    >>> result = annealed_importance_sampling(model, None, torch.tensor(1.0), num_chains=50, num_temperatures=20)
+    >>> bool(abs(result.log_evidence - (-1.5155)) < 0.1)  # y ~ Normal(0, sqrt(2))
+    True
 
 References:
     Neal 2001, "Annealed importance sampling"; Wu et al. 2017, "On the quantitative analysis of decoder-based
@@ -133,13 +149,8 @@ def annealed_importance_sampling(
 ) -> AnnealedSamples:
     """Estimates the log evidence of a model by annealed importance sampling with Hamiltonian transitions.
 
-    Latents move in unconstrained space; all chains and data sets share one run of the model per gradient. A step size
-    serves all chains of a data set, and follows pilots, one for five chains, that do not count: weights are unbiased.
-    Chains that are resampled are their own pilots, and step sizes are relative to their standard deviations.
-
     Args:
-        model: a Pyro model with continuous latents; batch dims of chains and data sets stand left of its plates, or it
-            is mapped over them by `torch.vmap`, if it is written for one draw.
+        model: a Pyro model with continuous latents; one that is written for one draw is mapped by `torch.vmap`.
         guide: the start of the path: a guide, with a density at every latent; None for the prior.
         *args, **kwargs: the model's arguments.
         num_chains: independent chains for every data set.
@@ -147,53 +158,34 @@ def annealed_importance_sampling(
         temperatures: inverse temperatures from 0 to 1, increasing, in place of `sigmoid_temperatures`.
         num_leapfrog_steps: gradients per transition.
         step_size: first step size in unconstrained space, for all data sets or ``(data sets,)``.
-        target_acceptance: mean acceptance probability to steer for; None leaves step sizes alone.
+        target_acceptance: mean acceptance probability to steer step sizes for; None leaves them alone.
         observations: observed site -> value, in place of the model's own, as in `importance_sample`.
-        posterior: latent -> exact draws ``(chains, *data sets, *site shape)``, as those simulated together with the
-            data, to run backwards from: this bounds the log evidence from above, in expectation. They replace
-            ``num_chains``; the last sixth are pilots, unless ``target_acceptance`` is None.
+        posterior: latent -> exact draws ``(chains, *data sets, *site shape)``, which replace ``num_chains``. Chains run
+            backwards from there, which bounds the log evidence from above, in expectation.
         chunk_size: number of data sets at a time, to bound memory; None for all.
-        resample: whether to draw the chains of a data set anew by their weights, on the way, whenever fewer than half
-            of them are effective (a sequential Monte Carlo sampler, Del Moral et al. 2006): far fewer temperatures do
-            then. The evidence is consistent.
+        resample: whether to resample chains; far fewer temperatures do then, and the evidence is consistent.
         conditional_ess: share of the chains that are to stay effective from one temperature to the next, by which
-            temperatures are chosen for each data set in place of a schedule; with ``resample``. Chains make up to
-            five transitions at each, until their weights hardly depend on where they were.
-        draws: weighted draws of the guide, as by `importance_sample`, more than chains: these are drawn from them by
-            their weights at the highest temperature that leaves as many effective, from where they go on. With
-            ``conditional_ess``, and the same ``defensive``.
+            temperatures are chosen for each data set; with ``resample``.
+        draws: more weighted draws of the guide than chains, to start from; with ``conditional_ess``.
         defensive: share of the chains that start from the prior, in place of the guide, as in `importance_sample`.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: options out of range; a site that does not take batch dims, or has no finite density at the start.
+        ValueError: options out of range; a site without batch dims, or without a finite density at the start.
         NotImplementedError: discrete or scaled latents; no bijection; subsampled plates; guides without densities.
-
-    Example:
-        >>> def model(y):
-        ...     z = pyro.sample("z", pyro.distributions.Normal(0.0, 1.0))
-        ...     pyro.sample("y", pyro.distributions.Normal(z, 1.0), obs=y)
-        >>> pyro.set_rng_seed(0)
-        >>> result = annealed_importance_sampling(model, None, torch.tensor(1.0), num_chains=50, num_temperatures=20)
-        >>> bool(abs(result.log_evidence - (-1.5155)) < 0.1)  # y ~ Normal(0, sqrt(2))
-        True
     """
+    schedule = _schedule(num_temperatures, temperatures, reverse=posterior is not None)
     adapts = target_acceptance is not None and not resample
+    counts = _chain_counts(num_chains, posterior, adapts)
     options = _Options(
-        _schedule(num_temperatures, temperatures, reverse=posterior is not None),
-        *_chain_counts(num_chains, posterior, adapts),
-        num_leapfrog_steps,
-        target_acceptance,
-        chunk_size,
-        resample,
-        conditional_ess,
+        schedule, *counts, num_leapfrog_steps, target_acceptance, resample, conditional_ess
     )
     _check(options, draws)
     with _fixed(model, guide):
         target = Target(model, guide, args, kwargs, prior_share=defensive)
         given, reached = (posterior, None) if draws is None else chains_from(draws, num_chains)
         start = Start.of(target, as_mapping(observations), given)
-        return _annealed(start, options, step_size, reached, progress)
+        return _annealed(start, options, step_size, chunk_size, reached, progress)
 
 
 class _Options(NamedTuple):
@@ -204,7 +196,6 @@ class _Options(NamedTuple):
     num_pilots: int
     num_leapfrog_steps: int
     target_acceptance: float | None
-    chunk_size: int | None
     resample: bool
     conditional_ess: float | None
 
@@ -217,14 +208,16 @@ def _annealed(
     start: Start,
     options: _Options,
     step_size: float | Tensor,
+    chunk_size: int | None,
     reached: Reached | None,
     progress: bool,
 ) -> AnnealedSamples:
     """Anneals all data sets, chunk by chunk."""
+    _expect(chunk_size is None or chunk_size > 0, f"chunk_size >= 1; got {chunk_size}")
     num_data = start.target.data.num or 1
     total_chains = options.num_chains + options.num_pilots
     steps = _step_sizes(step_size, num_data)
-    chunks = torch.arange(num_data).split(options.chunk_size or num_data)
+    chunks = torch.arange(num_data).split(chunk_size or num_data)
     start = start.checked(total_chains, slice(0, len(chunks[0])))
     total = None if options.conditional_ess else len(chunks) * (len(options.schedule) - 1)
     parts = []
@@ -341,11 +334,10 @@ def _chain_counts(
 
 
 def _check(options: _Options, draws: WeightedSamples | None) -> None:
-    _, num_chains, _, steps, acceptance, size, resample, share = options
+    _, num_chains, _, steps, acceptance, resample, share = options
     _expect(num_chains > 0, f"num_chains >= 1, or two posterior draws (a pilot); got {num_chains}")
     _expect(steps > 0, f"num_leapfrog_steps >= 1; got {steps}")
     _expect(0 < (acceptance or 0.5) < 1, f"target_acceptance between 0 and 1; got {acceptance}")
-    _expect(size is None or size > 0, f"chunk_size >= 1; got {size}")
     _expect(
         share is None or resample and 0 < share < 1,
         f"conditional_ess between 0 and 1, with resample=True; got {share}",

@@ -151,13 +151,10 @@ class InferenceCompilation:
             steps: number of steps, those before the checkpoint included.
             args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them.
             data: simulations made before, all at once or an iterable of batches, in a form that `as_draws` takes. All
-                are shuffled into batches. Batches are read again from the start when they end, but an iterator ends the
-                training. Of many processes each reads its own.
-            refresh: draws of the guide that latents of ``data``, given all at once, may be exchanged for after epochs;
-                see `latent_moves`.
+                are shuffled into batches; batches are read again from the start, but an iterator ends the training.
+            refresh: draws of the guide that latents of ``data``, given all at once, may move to after an epoch.
             num_workers: processes that simulate ahead, for models that are slow; 0: none.
-            validation: number of held-out simulations, the same in every run; or those given, as in ``data``.
-            validate_every: steps between validations.
+            validation, validate_every: number of held-out simulations, or the simulations; steps between validations.
             patience: validations without others to keep after which training ends.
             checkpoint: file to write to and to go on from.
             checkpoint_every: steps between checkpoints; one more comes at the end.

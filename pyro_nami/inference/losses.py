@@ -15,8 +15,8 @@ from pyro_nami.program.runner import takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 
-# Loss in nats from which on it grows by its logarithm. At ten times less, the losses of long time series are bent; at ten
-# times more, one simulation of a heavy tail outweighs more of the others.
+# Loss in nats from which on it grows by its logarithm. At ten times less, the losses of long time series are bent; at
+# ten times more, one simulation of a heavy tail outweighs more of the others.
 LARGE = 1e6
 
 
