@@ -132,7 +132,6 @@ class InferenceCompilation:
         *,
         data: Any = None,
         refresh: int = 0,
-        num_workers: int = 0,
         validation: Any = None,
         validate_every: int = 100,
         patience: int | None = None,
@@ -151,9 +150,9 @@ class InferenceCompilation:
             steps: number of steps, those before the checkpoint included.
             args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them.
             data: simulations made before, all at once or an iterable of batches, in a form that `as_draws` takes. All
-                are shuffled into batches; batches are read again from the start, but an iterator ends the training.
+                are shuffled into batches; batches are read again from the start, but an iterator ends the training. A
+                `DataLoader` with workers simulates ahead, for models that are slow.
             refresh: draws of the guide that latents of ``data``, given all at once, may move to after an epoch.
-            num_workers: processes that simulate ahead, for models that are slow; 0: none.
             validation, validate_every: number of held-out simulations, or the simulations; steps between validations.
             patience: validations without others to keep after which training ends.
             checkpoint: file to write to and to go on from.
@@ -177,7 +176,7 @@ class InferenceCompilation:
         renew = None
         if refresh:
             renew = LatentMoves(simulations.at_start(), self.guide, refresh)
-        stream = stream_of(simulations, ahead, data, num_workers, place, trainer.processes, renew)
+        stream = stream_of(simulations, ahead, data, place, trainer.processes, renew)
         log = callback(tracker)
         plan = _Schedule(
             ahead, validate_every, patience, checkpoint, checkpoint_every, log, progress

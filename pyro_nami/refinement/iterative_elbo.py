@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class IterativeELBO(ELBO):
         return self.elbo._get_trace(model, guide, args, kwargs)
 
 
-def _backward_to_model(loss: Tensor, trace: Any, own: list[Tensor]) -> None:
+def _backward_to_model(loss: Tensor, trace: Any, own: Sequence[Tensor]) -> None:
     """Adds the gradient of a loss to the parameters in a trace that are not the guide's own."""
     known = set(map(id, own))
     sites = [trace.nodes[name] for name in trace.param_nodes]
