@@ -1,15 +1,14 @@
-"""Where batches of simulations come from: fresh simulations, worker processes, or a data set larger than memory."""
+"""Where batches of simulations come from: fresh simulations, or a data set that may be larger than memory."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
 import pyro
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.processes import Processes
@@ -19,7 +18,7 @@ from pyro_nami.program.isolation import forked_rng
 
 __all__ = ["Arguments", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
-_HELD_OUT_SEED = 1_618_033_988  # apart from the training's
+HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
 
 Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
 Arguments = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
@@ -44,6 +43,11 @@ class Simulations(NamedTuple):
         """Returns the number of simulations in a step."""
         return self.batch_size(step) if callable(self.batch_size) else self.batch_size
 
+    def at_start(self) -> Simulator:
+        """Returns the simulator at the arguments of the first step."""
+        args, kwargs = self.arguments(0)
+        return self.simulator.at(*args, **kwargs)
+
     def fresh(self, step: int, size: int | None = None) -> Batch:
         """Returns the batch of a step, with Pyro's random numbers."""
         args, kwargs = self.arguments(step)
@@ -66,7 +70,7 @@ class Simulations(NamedTuple):
             return None
         if isinstance(given, int):
             with forked_rng():
-                pyro.set_rng_seed(_HELD_OUT_SEED)
+                pyro.set_rng_seed(HELD_OUT_SEED)
                 batches = list(self.total(given))
             return lambda: batches
         if are_all(given):
@@ -91,35 +95,26 @@ def stream_of(
     simulations: Simulations,
     steps: range,
     data: Any,
-    num_workers: int,
     state: Mapping[str, Any],
     processes: Processes,
     renew: Renew | None = None,
 ) -> Stream:
-    """Returns the batches of ``steps``: of a data set, of workers, or simulated when they are asked for.
+    """Returns the batches of ``steps``, of a data set or simulated when they are asked for.
 
-    ``state`` is that of the stream to go on with; empty: none. A data set ends when that of one process does. All
-    simulations at once may be made others by ``renew`` after each epoch, which is given what it is to know to go on.
+    Args:
+        simulations: the model's simulations.
+        steps: the steps that are ahead.
+        data: simulations made before, see `as_draws`; None: none. They end when those of one process do.
+        state: of the stream to go on with; empty: none.
+        processes: the processes that train together.
+        renew: makes other simulations of all at once after each epoch, given a dict to note its own state in.
     """
-    if data is not None:
-        place = dict(state) if "epoch" in state else {}
-        if are_all(data):
-            draws = as_draws(data, simulations.simulator)
-            data = _Shuffled(draws, simulations.size, renew, place)
-        return Stream(_read(simulations, steps, _epochs(data, place), processes), place)
-    if num_workers == 0:
+    if data is None:
         return Stream(map(simulations.fresh, steps), {})
-    seed = state.get("seed") or int(torch.randint(1, 2**31, ()))
-    fork = "fork" in multiprocessing.get_all_start_methods()  # models are rarely picklable
-    loader: DataLoader = DataLoader(
-        _Seeded(simulations, seed),  # type: ignore[arg-type]
-        batch_size=None,
-        sampler=steps,
-        num_workers=num_workers,
-        multiprocessing_context="fork" if fork else None,
-        generator=torch.Generator("cpu"),  # else the loader would draw from the global one
-    )
-    return Stream(iter(loader), {"seed": seed})
+    place = dict(state)
+    if are_all(data):
+        data = _Shuffled(as_draws(data, simulations.simulator), simulations.size, renew, place)
+    return Stream(_read(simulations, steps, _epochs(data, place), processes), place)
 
 
 class _Shuffled:
@@ -151,19 +146,6 @@ class _Shuffled:
         self.place["done"] = done + num // size
         if self.renew is not None:
             self.draws = self.renew(self.draws, self.place.setdefault("renewal", {}))
-
-
-class _Seeded:
-    """Simulations of which every step has a seed of its own, whichever process makes them."""
-
-    def __init__(self, simulations: Simulations, seed: int) -> None:
-        self.simulations, self.seed = simulations, seed
-
-    def __getitem__(self, step: int) -> Batch:
-        pyro.set_rng_seed((self.seed + step) % 2**32)
-        batch = self.simulations.fresh(step)
-        # not to go from process to process
-        return batch._replace(draws=batch.draws._replace(sites=None))
 
 
 def _read(

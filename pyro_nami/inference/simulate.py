@@ -36,10 +36,6 @@ from pyro_nami.program.runner import Runner
 
 __all__ = ["JointDraws", "Simulator"]
 
-# Least number of draws that are replayed one by one. At ten times more, a first call takes ten times as long; with few,
-# a model that mixes up draws at rare values is not found.
-CHECKED_DRAWS = 5
-
 
 class JointDraws(NamedTuple):
     """Draws from a model's joint distribution.
@@ -297,7 +293,7 @@ class Simulator:
 
     def _difference(self, sites: Mapping[str, Any]) -> str | None:
         """Returns where a vectorized run goes wrong, found by replaying its draws one by one; None if nowhere."""
-        num = few_draws(sites.values(), CHECKED_DRAWS)
+        num = few_draws(sites.values())
         try:
             batch = self._batch(num)
 
