@@ -7,7 +7,8 @@ a density, so that the guide does not overfit them (`latent_moves`). The rate ri
 
 A tenth of the simulations is held out. The guide ends with the latest weights that are as good on these as any
 (`InferenceCompilation.fit`), and training ends when half of the steps brought no gain. If the best weights are of the
-first three fifths of the steps, the guide overfit: a second one is trained with weight decay, and the better one kept.
+first three fifths of the steps, the guide overfit: a second one is trained at a lower rate with weight decay, and the
+better one kept.
 """
 
 from __future__ import annotations
@@ -43,13 +44,9 @@ __all__ = ["amortize"]
 DEFAULT_SIMULATIONS = 10_000
 BATCH_SIZE = 200  # simulations; in larger batches gradients are less noisy, and steps take longer
 RATE = 0.06  # of SOAP
-NEAR_RATE = 0.003  # where modes are derived, and there is little to learn
-DECAY = (
-    7.0  # of the weights of a guide that overfit: they would shrink by exp(-7) at a constant rate
-)
-OVERFIT_BEFORE = (
-    0.6  # share of the steps, before which the best weights are those of a guide that overfits
-)
+SLOW_RATE = 0.01  # of SOAP, for the second guide where the first one overfits
+NEAR_RATE = 0.003  # of SOAP, where modes are derived, and there is little to learn
+OVERFIT_BEFORE = 0.6  # share of the steps: a guide whose best weights are earlier overfits
 
 
 def amortize(
@@ -249,7 +246,9 @@ class _Training(NamedTuple):
         best_step = first.history.best_step
         if self.fresh or best_step is None or best_step >= OVERFIT_BEFORE * self.steps:
             return first
-        return min(first, self.run(named(make()), RATE, decay=DECAY), key=lambda each: each.loss)
+        # at a rate that stays the same, this decay would shrink weights by a factor of exp(-7)
+        second = self.run(named(make()), SLOW_RATE, decay=7 / (SLOW_RATE * self.steps))
+        return min(first, second, key=lambda each: each.loss)
 
     def run(
         self, guide: AutoNaMIGuide, rate: float, share: float = 1.0, decay: float = 0.0
@@ -261,7 +260,7 @@ class _Training(NamedTuple):
         compilation = InferenceCompilation(
             simulator.model,
             guide,
-            functools.partial(SOAP, lr=rate, weight_decay=decay / rate / steps),
+            functools.partial(SOAP, lr=rate, weight_decay=decay),
             batch_size=min(BATCH_SIZE, len(train)),
             observed=self.observed,
             scheduler=functools.partial(
