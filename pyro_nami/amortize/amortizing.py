@@ -27,7 +27,7 @@ from pyro_nami.amortize.first_guide import first_guide, named
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.amortize.soap import SOAP
 from pyro_nami.amortize.truncated_rounds import next_round
-from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily, flow
+from pyro_nami.factors.unconstrained import flow
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
@@ -214,11 +214,9 @@ class _Training(NamedTuple):
             guide, options = first_guide(simulator, self.draws, self.own)
             if not guide.num_parameters:
                 return self._posterior(guide, self.seen, None)
-            families = {name: type(rule.family) for name, rule in guide._made().learned.items()}
+            families = {name: rule.family for name, rule in guide._made().learned.items()}
             learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
-            plain = [
-                name for name in learned if families[name] in (NormalFamily, SinhArcsinhFamily)
-            ]
+            plain = [name for name in learned if families[name].locations]
             best = self._flows(plain, options) if plain else self.run(guide, NEAR_RATE, share=1 / 6)
         with forked_rng():
             simulated = SimulatedData(self.draws.observed, site_forms(simulator))
