@@ -60,11 +60,9 @@ def factor_of(
         node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
         for node, read in reads.items()
     }
-    autoregressive = first.within(name) == "autoregressive" and (
-        bool(joint) or family.autoregressive
-    )
+    autoregressive = first.within(name) == "autoregressive" and family.coupling != "none"
     sequential = elements > 1 and autoregressive and any(map(any, parts.get(name, [[True]])))
-    linear = sequential and not first.options.simulated and family.couples_linearly
+    linear = sequential and not first.options.simulated and family.coupling == "linear"
     dependence: Dependence = "independent"
     if sequential and family.stack is not None and name not in parts:
         dependence = family.stack  # splines in sequence make all elements depend on each other
