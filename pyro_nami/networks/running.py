@@ -79,14 +79,14 @@ class Running(nn.Module):
 
     @property
     def due(self) -> bool:
-        """Whether the coming pass shall be used for an update: every one at first, one of some later."""
+        """Whether the coming pass shall update the averages: every pass at first, one of `SELDOM` later."""
         return self.share > MIN_SHARE or self.passes % SELDOM == 0
 
     @torch.no_grad()
     def settle(self, x: Tensor, first: int, last: int) -> None:
-        """Centers inputs on what they are now; once they are, takes units in which what they are now is not far.
+        """Centers inputs on their present mean; if they were centered before, widens units in which they are far off.
 
-        At one step of an optimizer a network's output moves the further the larger its inputs are.
+        The larger the inputs, the further one step of an optimizer moves a network's output.
         """
         x, part = x.reshape(-1, x.shape[-1]), slice(first, last)
         if not self.settled:

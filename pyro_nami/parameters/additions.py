@@ -45,16 +45,16 @@ FIRST_SHARE = (
 
 
 class PseudoObservations(NamedTuple):
-    """Those of one factor that the instances of one source are.
+    """The pseudo-observations of one factor that the instances of one source stand for.
 
-    The sets are summed for several *heads*. Those of the factor are one an element; one an element of each member, if
-    the factor is a block and the source holds one set for every member.
+    The sets are summed for several *heads*. A factor has one head an element; or one an element of each member, if it
+    is a block and the source holds one set for every member.
     """
 
     source: Source  # as the factor reads it
     pooled: Pooled  # the sets of instances in it
     first: int  # the first of the factor's heads
-    heads: int  # how many these are
+    heads: int  # the number of the factor's heads
     num_inputs: int  # inputs of an instance
 
     @property
@@ -69,7 +69,7 @@ class PseudoObservations(NamedTuple):
 
 
 class Additions(NamedTuple):
-    """What adds to the rows of one factor's elements in one call.
+    """Offsets and sums of pseudo-observations, which are added to the rows of one factor in one call.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])  # location, raw scale; c, w_0, w

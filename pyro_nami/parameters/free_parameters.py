@@ -30,14 +30,14 @@ BASE = 0.5  # elements that a row of a coupling may read before its weights are 
 
 
 class FreeParameters(PyroModule):
-    """A tensor ``units * parameter`` of each of some factors, zero at first.
+    """A tensor ``units * parameter`` for each of some factors, zero at first.
 
     Args:
-        kind: by which parameters are named.
-        units: factor -> what its parameters are multiplied by; ``persistent`` says whether this belongs to the state.
-        plates: factor -> the plates, with their batch dims and full sizes, whose instances each have some of their own.
+        kind: prefix of the parameters' names.
+        units: factor -> the units of its parameters; ``persistent`` says whether they belong to the state.
+        plates: factor -> plates, with batch dims and full sizes, of which each instance has parameters of its own.
         nesting: number of plate dims.
-        rest: by what steps parameters move until these agree, see `Pace`; as the optimizer moves them by default.
+        rest: step of parameters until steps agree, see `Pace`; by default the optimizer's own steps.
 
     Example:
         >>> offsets = FreeParameters("offset", {"z": torch.ones(1, 2)}, {"z": {"rows": (-1, 5)}}, nesting=1)

@@ -171,7 +171,7 @@ class GroupNetwork:
     def _standardization(
         self, columns: Sequence[InputColumns], latents: frozenset[Any], simulated: bool
     ) -> Running:
-        """Returns averages of inputs: training goes on to standardize latents wholly, and data not at all."""
+        """Returns the running averages of inputs: those of latents follow training, and those of data do not."""
         floor: list[float] = []
         follows: list[bool] = []
         for source, first, last, _ in columns:
@@ -186,7 +186,7 @@ class GroupNetwork:
         return [column for step in self.steps[begin:stop] for column in step.columns]
 
     def blocks(self, begin: int, stop: int) -> Mapping[Any, int]:
-        """Returns the factors that steps ``begin`` to ``stop - 1`` give rows for, with the number of rows of each."""
+        """Returns factor -> the number of rows that steps ``begin`` to ``stop - 1`` give it."""
         sizes = Counter[Any]()
         for step in self.steps[begin:stop]:
             sizes.update(step.rows)
@@ -198,9 +198,10 @@ class GroupNetwork:
         return biases - biases.detach()
 
     def standardize(self, x: Tensor, moving: Collection[Any]) -> None:
-        """Takes inputs ``(*batch, columns)`` in units of these, but for those that are all zero or one.
+        """Standardizes inputs by the mean and standard deviation of ``x``, ``(*batch, columns)``, of simulations.
 
-        What comes from encoders is left as it is, as their weights will move it: that of sets, and of ``moving`` nodes.
+        Columns of zeros and ones are left as they are, and so are columns that encoders give, whose weights will move
+        them: features of sets, and of ``moving`` nodes.
         """
         x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         center, scale = x.mean(0), x.std(0)
@@ -212,7 +213,7 @@ class GroupNetwork:
         self.running.scale = scale.masked_fill(left, 1.0)
 
     def learn(self, innovations: Mapping[Any, Tensor]) -> None:
-        """Takes draws ``(*batch, elements)`` of factors, relative to their anchors, into the units of locations."""
+        """Updates the units of locations by draws ``(*batch, elements)`` of factors, relative to their anchors."""
         share = self.running.share
         bias, units = self.mlp.output_bias(), self.mlp.units.clone()
         for name in self.places.keys() & innovations.keys():
@@ -242,7 +243,7 @@ class TooLargeError(ValueError):
     """Raised for networks that would take more memory than is sensible.
 
     Attributes:
-        largest: the latents without which they would not, largest first.
+        largest: the latents to leave out, so that the other networks fit; largest first.
     """
 
     def __init__(self, message: str, largest: list[Any]) -> None:
