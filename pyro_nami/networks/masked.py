@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pyro_nami.networks.masks import check_width, layer_masks, split_steps, unit_steps
 from pyro_nami.networks.pace import Pace
-from pyro_nami.networks.stepped import Activation, PassWeights, SteppedState
+from pyro_nami.networks.stepped import Activation, PassWeights, SteppedState, start_pass
 
 # weights of an output layer; of larger ones only the biases have speeds, as these take time
 MOST_PACED = 200_000
@@ -197,9 +197,8 @@ class MaskedMLP(nn.Module):
             layer[:, :-1].split([end - start for start, end in pairwise(each)])
             for layer, each in zip((*layers, output), bounds[1:])
         ]
-        sums = [[bias.t()] for bias in biases]
         weights = PassWeights(bounds, reads, matrices, self.activation)
-        return SteppedState(weights, sums, [()] * len(sums))
+        return start_pass(weights, [bias.t() for bias in biases])
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Activation", "PassWeights", "SteppedState", "concatenated"]
+__all__ = ["Activation", "PassWeights", "SteppedState", "concatenated", "start_pass"]
 
 Activation = Callable[[Tensor], Tensor]
 BLOCK = 8  # steps after which sums of all later steps are brought up to date: 1 or 80 take twice as long
@@ -36,6 +36,12 @@ class PassWeights(NamedTuple):
     # of each layer but the inputs, the weights ``(features, columns)`` of each step's features
     matrices: Sequence[Sequence[Tensor]]
     activation: Activation
+
+
+def start_pass(weights: PassWeights, biases: Sequence[Tensor]) -> SteppedState:
+    """Returns a pass in which no input is known, from the biases of each layer but the inputs, ``(1, features)``."""
+    sums = [_in_steps(bias, bounds, 0, BLOCK) for bias, bounds in zip(biases, weights.bounds[1:])]
+    return SteppedState(weights, sums, [()] * len(sums))
 
 
 class SteppedState(NamedTuple):
@@ -67,13 +73,16 @@ class SteppedState(NamedTuple):
             shape = torch.broadcast_shapes(shape, self.batch_shape)
             x = x.expand(*shape, x.shape[-1])
         state = self
-        if shape != self.batch_shape or stop - self.since >= len(self.sums[0]):
+        grown = bool(self.step) and shape != self.batch_shape
+        if grown or stop - self.since >= len(self.sums[0]):
             state = self._gathered(max(stop, self.step + BLOCK), shape)
         size, known = math.prod(shape), list(state.known)
         value = x.reshape(size, x.shape[-1])
         for layer in range(len(known)):
             known[layer] = (*known[layer], value)
-            value = state._sum(layer, known, stop).expand(size, -1)
+            value = state._sum(layer, known, stop)
+            if len(value) != size:
+                value = value.expand(size, -1)
             if layer < len(known) - 1 and value.shape[1]:
                 value = self.weights.activation(value)
         rows = value.reshape(*shape, value.shape[1])
@@ -83,11 +92,10 @@ class SteppedState(NamedTuple):
         """Returns this state with all that is known in its sums, those of the steps before ``stop`` one by one."""
         sums: list[Sequence[Tensor]] = []
         for layer, bounds in enumerate(self.weights.bounds[1:]):
-            ends = [*bounds[self.step : stop + 1], bounds[-1]]
             total = self._sum(layer, self.known, len(bounds) - 1)
             if shape != self.batch_shape and len(total) > 1:
                 total = _expanded(total, self.batch_shape, shape)
-            sums.append(total.split([end - start for start, end in pairwise(ends)], 1))
+            sums.append(_in_steps(total, bounds, self.step, stop))
         return self._replace(sums=sums, known=[()] * len(sums), since=self.step)
 
     def _sum(self, layer: int, known: Sequence[Sequence[Tensor]], stop: int) -> Tensor:
@@ -109,6 +117,12 @@ class SteppedState(NamedTuple):
 def concatenated(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
     """Returns the parts as one; a single part as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+def _in_steps(values: Tensor, bounds: Sequence[int], begin: int, stop: int) -> Sequence[Tensor]:
+    """Returns features of the steps from ``begin`` on: a tensor for each step before ``stop``, and one for the rest."""
+    ends = [*bounds[begin : stop + 1], bounds[-1]]
+    return values.split([end - start for start, end in pairwise(ends)], 1)
 
 
 def _expanded(values: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
