@@ -69,7 +69,7 @@ def find_order(
 def _searched(
     first: FirstCall, finder: Finder | None
 ) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup]]:
-    """Returns an inverse in which most conditionals are derived, and the fields of the order that follow."""
+    """Returns the inverse with most derived conditionals, and latents, ``interleaved`` and groups of `SamplingOrder`."""
     options = first.options
     is_free = options.inverse == "auto" and options.blocks is None
     block = finder.block() if finder and is_free else []
@@ -148,7 +148,7 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
 
 
 def _excluded(first: FirstCall) -> dict[str, str]:
-    """Returns latent -> reason, for the latents that are to have no derived conditional."""
+    """Returns latent -> reason, for latents that options or hidden randomness exclude from derivation."""
     options, hidden = first.options, first.found.hidden_randomness
     found = {
         latent: f"the density of '{site}' is random at equal values of all sites, as with dropout"
@@ -175,8 +175,9 @@ def _learned_order(first: FirstCall, inverse: Inverse) -> list[str]:
 def _program_order(
     first: FirstCall, inverse: Inverse, order: list[str], groups: Mapping[str, ConjugateGroup]
 ) -> tuple[list[str], bool, bool]:
-    """Returns latents in an order in which runs of the model can draw them, whether there is one, and whether groups
-    come last in it.
+    """Returns the latents in an order in which runs of the model can draw them.
+
+    Also whether there is such an order, and whether groups come last in it.
 
     That is program order, except that members of a group come together: where the first of them does, or last.
     """
@@ -193,8 +194,9 @@ def _program_order(
 
 
 def _with_all_read(group: ConjugateGroup, inverse: Inverse, order: Sequence[str]) -> ConjugateGroup:
-    """Returns a group that needs all latents which those that it needs are drawn from, too, and all before it in an
-    order, if there is one, as steps of networks are taken in that.
+    """Returns a group whose ``needed`` is complete: with the latents that needed ones are drawn from.
+
+    With an ``order``, also with all latents before the group, as networks take their steps in that order.
     """
     first = min((order.index(name) for name in group.members if name in order), default=0)
     needed = sorted(group.needed.union(order[:first]).difference(group.members))
