@@ -82,11 +82,11 @@ class FirstCall(NamedTuple):
             return read_where_masked(self.nodes, latents, self.run)
 
     def within(self, name: str) -> str:
-        """Returns how a latent's elements depend on each other: as the option says, or "independent" if it is too large."""
+        """Returns how a latent's elements depend on each other: the option, or "independent" if it is too large."""
         return "independent" if name in self.apart else self.options.within
 
     def mapped(self) -> FirstCall | None:
-        """Returns the first call with the model mapped over draws by vmap, if the model needs and allows that; else None.
+        """Returns the call with the model mapped over draws by vmap, if the model needs and allows that; else None.
 
         A loss that Pyro compiles could not be; called from there, there is none.
         """

@@ -384,7 +384,7 @@ class AutoNaMIGuide(DensityGuide):
         return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
 
     def _plan_for_many(self, call: Call) -> Plan | None:
-        """Returns the plan for many draws at once, with a mapped model if need be; None if the model is run one by one."""
+        """Returns the plan for many draws at once, with a mapped model if need be; None if draws are one by one."""
         plan = self._made()
         if plan.plates.subsampled:  # whose instances are others in each run
             return plan

@@ -69,7 +69,7 @@ def find_order(
 def _searched(
     first: FirstCall, finder: Finder | None
 ) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup]]:
-    """Returns the inverse with most derived conditionals, and latents, ``interleaved`` and groups of `SamplingOrder`."""
+    """Returns the inverse with most derived conditionals, and the next three fields of `SamplingOrder`."""
     options = first.options
     is_free = options.inverse == "auto" and options.blocks is None
     block = finder.block() if finder and is_free else []

@@ -176,7 +176,7 @@ class Plan:
         return {name: site.event_dim for name, site in self.sites.items()}
 
     def first_of(self, name: str, value: Tensor) -> Tensor:
-        """Returns the first of several values of a site, of the site's own shape; of an unknown site the value as it is."""
+        """Returns the first of several values of a site, of the site's own shape; of an unknown site all."""
         if name not in self.sites:
             return value
         site = self.sites[name]

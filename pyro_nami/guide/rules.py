@@ -93,7 +93,7 @@ class Rule:
         return log_prob if mask is None else torch.where(mask, log_prob, torch.zeros_like(log_prob))
 
     def target(self, current: Pass, value: Tensor, prior: Distribution) -> Tensor | None:
-        """Returns the elements ``(*batch, *plates, E)`` that a learned location is fitted to; None if networks give none."""
+        """Returns the elements ``(*batch, *plates, E)`` that a location is fitted to; None if networks give none."""
         return None
 
     def note(self, current: Pass, elements: Tensor) -> None:
@@ -246,7 +246,7 @@ class Learned(Rule):
 
 @dataclass(frozen=True)
 class Located(Learned):
-    """q(v | latents sampled earlier) = Normal about the mode, corrected by networks; see `pyro_nami.deriving.newton`."""
+    """q(v | latents sampled earlier) = Normal about the mode, corrected by networks (`pyro_nami.deriving.newton`)."""
 
     kind = "newton"
 
