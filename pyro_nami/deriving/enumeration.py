@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions.kl import register_kl
 
-from pyro_nami.deriving.expansion import Expansion, irregular, trimmed, within_plates
+from pyro_nami.deriving.expansion import Expansion, irregular, squeezed, within_plates
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["MOST_VALUES", "Enumeration", "num_values"]
@@ -110,9 +110,7 @@ class Enumeration(Expansion):
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         kind = _KINDS[type(innermost(self.priors[name]))]
-        logits = self._logits.reshape(
-            trimmed(self._logits.shape[:-1], dims) + self._logits.shape[-1:]
-        )
+        logits = squeezed(self._logits, dims, 1)
         if kind is _EnumeratedBernoulli:
             return kind(logits=logits[..., 1] - logits[..., 0], validate_args=False)
         return kind(logits=logits, validate_args=False)

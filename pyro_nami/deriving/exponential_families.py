@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import transform_to
 
 from pyro_nami.deriving.expansion import (
     TOLERANCE,
     Expansion,
     derivatives,
     irregular,
-    trimmed,
+    squeezed,
 )
 from pyro_nami.factors.truncated_normal import TruncatedNormal
 from pyro_nami.factors.wrappers import innermost
@@ -29,22 +30,28 @@ __all__ = ["FORMS", "ByStatistics", "Form", "forms_of"]
 _FLAT = 1e-5  # least deviation of a prior in those of the Normal that it cuts, which is flat then
 
 
+def _about_mean(prior: Any, t: Tensor) -> Tensor:
+    """Returns the prior's mean moved by t in unconstrained space."""
+    bijection = transform_to(prior.support)
+    return bijection(bijection.inv(prior.mean) + t)
+
+
 class Form(NamedTuple):
     """A family of conditionals.
 
     Attributes:
         priors: types of the prior.
-        at: prior, t -> a point in the support, whatever t is; near the prior's bulk for small ones.
         statistics: z -> T1(z), T2(z), elementwise.
         kind: type of the conditional.
         parameters: prior, e1, e2 -> those of the conditional.
+        at: prior, t -> a point in the support, whatever t is; near the prior's bulk for small ones.
     """
 
     priors: tuple[type, ...]
-    at: Callable[[Any, Tensor], Tensor]
     statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
     kind: Any
     parameters: Callable[[Any, Tensor, Tensor], tuple[Tensor, ...]]
+    at: Callable[[Any, Tensor], Tensor] = _about_mean
 
 
 def _log_normal(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
@@ -63,12 +70,6 @@ def _beta(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     return prior.concentration1 + e1, prior.concentration0 + e2
 
 
-def _within(prior: Any, t: Tensor) -> Tensor:
-    if isinstance(prior, dist.Uniform):
-        return prior.low + (prior.high - prior.low) * t.sigmoid()
-    return prior.mean * t.exp()
-
-
 def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     low, high = (
         (prior.low, prior.high)
@@ -85,28 +86,26 @@ def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
 FORMS: dict[str, Form] = {
     "LogNormal": Form(
         (dist.LogNormal,),
-        lambda prior, t: (prior.loc + prior.scale * t).exp(),
         lambda z: (z.log(), z.log().square() / 2),
         dist.LogNormal,
         _log_normal,
+        lambda prior, t: (prior.loc + prior.scale * t).exp(),
     ),
     "Gamma": Form(
         (dist.Gamma, dist.Exponential, dist.Chi2),
-        lambda prior, t: prior.mean * t.exp(),
         lambda z: (z.log(), z),
         dist.Gamma,
         _gamma,
     ),
     "InverseGamma": Form(
         (dist.InverseGamma,),
-        lambda prior, t: prior.rate / (prior.concentration + 1) * t.exp(),
         lambda z: (z.log(), z.reciprocal()),
         dist.InverseGamma,
         lambda prior, e1, e2: (prior.concentration - e1, prior.rate - e2),
+        lambda prior, t: prior.rate / (prior.concentration + 1) * t.exp(),
     ),
     "Beta": Form(
         (dist.Beta, dist.Uniform),
-        lambda prior, t: (prior.mean.logit() + t).sigmoid(),
         lambda z: (z.log(), (-z).log1p()),
         dist.Beta,
         _beta,
@@ -114,14 +113,12 @@ FORMS: dict[str, Form] = {
     # The second statistic sums to a constant: it takes up how far a model normalizes by itself.
     "Dirichlet": Form(
         (dist.Dirichlet,),
-        lambda prior, t: (prior.mean.log() + t).softmax(-1),
         lambda z: (z.log(), z),
         dist.Dirichlet,
         lambda prior, e1, e2: (prior.concentration + e1,),
     ),
     "TruncatedNormal": Form(
         (dist.Uniform, dist.HalfNormal, dist.Exponential),
-        _within,
         lambda z: (z, z.square() / 2),
         TruncatedNormal,
         _truncated,
@@ -193,12 +190,11 @@ class ByStatistics(Expansion):
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         prior = self.priors[name]
+        event_dim = len(prior.event_shape)
         parameters = self._form.parameters(innermost(prior), *self.natural)
-        event_dims = len(prior.event_shape)
-        shape = parameters[0].shape
-        shape = trimmed(shape[: len(shape) - event_dims], dims) + shape[len(shape) - event_dims :]
-        fn = self._form.kind(*(each.reshape(shape) for each in parameters), validate_args=False)
-        return fn.to_event(event_dims - len(fn.event_shape))
+        trim = (squeezed(each, dims, event_dim) for each in parameters)
+        fn = self._form.kind(*trim, validate_args=False)
+        return fn.to_event(event_dim - len(fn.event_shape))
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         parameters = self._form.parameters(innermost(self.priors[self._name]), *self.natural)

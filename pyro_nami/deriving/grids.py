@@ -13,7 +13,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import trimmed
+from pyro_nami.deriving.expansion import squeezed
 from pyro_nami.factors.knots import bent_normal
 
 __all__ = ["FLOOR", "HALF", "MOST_ON_GRID", "LineDensity", "bent", "grid_like", "slope_of"]
@@ -101,9 +101,13 @@ def bent(
     """
     at, slopes = quantiles
     place = center + scale * grid_like(len(at), at[0])
-    knots = torch.stack([each.expand(at.shape) for each in (at, place, scale * slopes)]).to(like)
-    shape = trimmed(at.shape[1:], dims) + (1,) * event_dim
-    x, y, slopes = knots.movedim(1, -1).reshape((3, *shape, -1))
+    knots = (
+        squeezed(each.expand(at.shape).movedim(0, -1), dims, 1)
+        for each in (at, place, scale * slopes)
+    )
+    x, y, slopes = (
+        each.reshape(*each.shape[:-1], *(1,) * event_dim, -1).to(like) for each in knots
+    )
     return bent_normal(x, y, slopes, bounds)
 
 

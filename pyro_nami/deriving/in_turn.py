@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import Expansion, trimmed, within_plates
+from pyro_nami.deriving.expansion import Expansion, squeezed, within_plates
 from pyro_nami.factors.bounds import Bound, bound_for
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.program.masks import log_density_of
@@ -228,7 +228,7 @@ class ConditionalsInTurn:
         self, params: Tensor, advance: Callable, index: int, before: Sequence[Any]
     ) -> tuple[Tensor, Callable]:
         gain: Any = sum(term.gain(each, index) for term, each in zip(self.terms, before))
-        gain = gain.reshape(trimmed(gain.shape, self.dims)).unsqueeze(-1)
+        gain = squeezed(gain, self.dims).unsqueeze(-1)
         return params + gain, functools.partial(self._advance, advance, index, before)
 
     def _advance(
