@@ -217,7 +217,7 @@ class ConditionalsInTurn:
 
     @functools.cached_property
     def _first(self) -> tuple[Tensor, Callable]:
-        return self._with_gains(*self.conditionals.first(), 0, [0.0] * len(self.terms))
+        return self._with_gains(0, [0.0] * len(self.terms), *self.conditionals.first())
 
     def all(self, features: Tensor) -> Tensor:
         """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
@@ -225,7 +225,7 @@ class ConditionalsInTurn:
         return self.conditionals.all(features) + gains.unsqueeze(-1)
 
     def _with_gains(
-        self, params: Tensor, advance: Callable, index: int, before: Sequence[Any]
+        self, index: int, before: Sequence[Any], params: Tensor, advance: Callable
     ) -> tuple[Tensor, Callable]:
         gain: Any = sum(term.gain(each, index) for term, each in zip(self.terms, before))
         gain = squeezed(gain, self.dims).unsqueeze(-1)
@@ -236,7 +236,7 @@ class ConditionalsInTurn:
     ) -> tuple[Tensor, Callable]:
         value = features[..., 0]
         after = [each + term.adds(value, index) for term, each in zip(self.terms, before)]
-        return self._with_gains(*advance(features), index + 1, after)
+        return self._with_gains(index + 1, after, *advance(features))
 
 
 def _flat(value: Tensor, event_dim: int) -> Tensor:
