@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import Expansion, squeezed, within_plates
+from pyro_nami.deriving.expansion import Expansion, trimmed, within_plates
 from pyro_nami.factors.bounds import Bound, bound_for
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.program.masks import log_density_of
@@ -217,7 +217,8 @@ class ConditionalsInTurn:
 
     @functools.cached_property
     def _first(self) -> tuple[Tensor, Callable]:
-        return self._with_gains(0, [0.0] * len(self.terms), *self.conditionals.first())
+        params, advance = self.conditionals.first()
+        return self._with_gains(params, advance, 0, [0.0] * len(self.terms))
 
     def all(self, features: Tensor) -> Tensor:
         """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
@@ -225,10 +226,10 @@ class ConditionalsInTurn:
         return self.conditionals.all(features) + gains.unsqueeze(-1)
 
     def _with_gains(
-        self, index: int, before: Sequence[Any], params: Tensor, advance: Callable
+        self, params: Tensor, advance: Callable, index: int, before: Sequence[Any]
     ) -> tuple[Tensor, Callable]:
         gain: Any = sum(term.gain(each, index) for term, each in zip(self.terms, before))
-        gain = squeezed(gain, self.dims).unsqueeze(-1)
+        gain = gain.reshape(trimmed(gain.shape, self.dims)).unsqueeze(-1)
         return params + gain, functools.partial(self._advance, advance, index, before)
 
     def _advance(
@@ -236,7 +237,8 @@ class ConditionalsInTurn:
     ) -> tuple[Tensor, Callable]:
         value = features[..., 0]
         after = [each + term.adds(value, index) for term, each in zip(self.terms, before)]
-        return self._with_gains(index + 1, after, *advance(features))
+        params, advance = advance(features)
+        return self._with_gains(params, advance, index + 1, after)
 
 
 def _flat(value: Tensor, event_dim: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,9 +41,9 @@ class Dependencies:
         failed: a site that was not reached at other values, and why.
     """
 
-    parents: dict[str, set[str]]
-    support: dict[str, set[str]]
-    suspects: dict[str, set[str]]
+    parents: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    support: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    suspects: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     escaped: frozenset[str] = frozenset()
     hidden: set[str] = field(default_factory=set)
     checked: set[str] = field(default_factory=set)
@@ -58,7 +59,7 @@ def claim(probe: Probe) -> Dependencies:
         # the model may read its data directly
         if name not in probe.latent and isinstance(data, Tensor):
             tracker.tag(data, tracker.provenance(data) | {name})
-    found = Dependencies(*({name: set() for name in probe.order} for _ in range(3)))
+    found = Dependencies()
 
     def note(msg: Any) -> None:
         """Notes what the site reads, and makes its own name the provenance of its value."""

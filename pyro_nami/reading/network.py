@@ -138,7 +138,7 @@ def _network(
             support = frozenset(found.support[name])
             sites.append(Site(name, plates, support_parents=support, marginalized=enumerated))
         edges += [(u, name) for u in sorted(found.parents[name], key=probe.rank.__getitem__)]
-    sizes = {
+    sizes: dict[Any, int] = {
         plate: max(frame.full_size or 0, probe.sizes[plate])
         for plate, frame in probe.plates.items()
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -240,7 +241,7 @@ class Probe:
             run = _run(self.program._replace(model=tracer), choose)
             if run.error is None:
                 break
-        else:
+        if run.error is not None:
             raise run.error
         for node in tracer.trace.nodes.values():
             if node["type"] == "sample" and isinstance(node["value"], Tensor):
@@ -272,7 +273,7 @@ def _run(
     program: Program,
     choose: Choose,
     note: Callable[[Any], None] = lambda msg: None,
-    base: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] = MappingProxyType({}),
 ) -> Run:
     """Runs a program with chosen values at its sites.
 
@@ -291,8 +292,7 @@ def _run(
             return None
         name, value = msg["name"], choose(msg)
         if msg["is_observed"]:
-            is_changed = base is not None and value is msg["value"]
-            data[name] = base[name] if is_changed else msg["value"]
+            data[name] = base[name] if value is msg["value"] else msg["value"]
         return value
 
     def noted(msg: Any) -> None:
