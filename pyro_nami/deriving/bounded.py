@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.expansion import (
+    TOLERANCE,
     Expansion,
     broadcast,
     irregular,
@@ -29,7 +30,6 @@ from pyro_nami.factors.wrappers import innermost
 __all__ = ["LinearBernoulli"]
 
 MAX_ROUNDS = 200  # runs of the model until the search for a fixed point ends
-MAX_GAP = 1e-4  # of a probability at the fixed point; ten times as much shows in draws of thousands
 
 
 class LinearBernoulli(Expansion):
@@ -87,7 +87,7 @@ class LinearBernoulli(Expansion):
             name: self.probabilities(name).detach() - self.values[name].detach()
             for name in self._slopes
         }
-        if max(float(gap.abs().max()) for gap in gaps.values()) < MAX_GAP:
+        if max(float(gap.abs().max()) for gap in gaps.values()) < TOLERANCE:
             return None
         # The more is explained the less a bound asks for: where whole steps swing to and fro, they are halved.
         for name, gap in gaps.items():

@@ -19,7 +19,7 @@ from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["MOST_VALUES", "Enumeration", "num_values"]
 
-MOST_VALUES = 64
+MOST_VALUES = 64  # of a latent; a run of the model has a batch dim of so many
 
 
 class _WithoutScore:
@@ -116,9 +116,6 @@ class Enumeration(Expansion):
         return kind(logits=logits, validate_args=False)
 
     # ---- probing
-
-    def fit(self, sites: Mapping[str, Any]) -> None:
-        self.solve(sites)
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         return bool(self._logits.isfinite().any(-1).all())

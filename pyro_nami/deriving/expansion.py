@@ -124,7 +124,7 @@ class Expansion:
 
     def fit(self, sites: Mapping[str, Any]) -> None:
         """Finds the form's parameters from the sites of the run, of a form that is not known to hold yet."""
-        raise NotImplementedError
+        self.solve(sites)
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns terms that add up to the children's log density at values of the members, up to a constant."""

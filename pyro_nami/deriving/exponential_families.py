@@ -27,7 +27,8 @@ from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["FORMS", "ByStatistics", "Form", "forms_of"]
 
-_FLAT = 1e-5  # least deviation of a prior in those of the Normal that it cuts, which is flat then
+# deviation of a prior, in deviations of the Normal that it cuts, below which the Normal counts as flat
+FLAT = 1e-5
 
 
 def _about_mean(prior: Any, t: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     )
     slope = -prior.rate if isinstance(prior, dist.Exponential) else 0.0
     own = prior.scale.square().reciprocal() if isinstance(prior, dist.HalfNormal) else 0.0
-    precision, least = own - e2, (_FLAT / prior.stddev).square()
+    precision, least = own - e2, (FLAT / prior.stddev).square()
     precision = torch.where(precision > -least, precision.clamp(min=least), torch.nan)
     return torch.broadcast_tensors((slope + e1) / precision, precision.rsqrt(), low, high)
 
@@ -126,7 +127,7 @@ FORMS: dict[str, Form] = {
 }
 
 
-_ASIDE = 0.0317
+ASIDE = 0.0317  # nats about the mean, or prior deviations, where children's slopes are taken
 
 
 def forms_of(prior: Any, moving: bool = False) -> list[str]:
@@ -161,10 +162,10 @@ class ByStatistics(Expansion):
             )
         # Not at the mean itself: at 1/2 some densities have no curvature by their implementation.
         with torch.no_grad():
-            t = (_ASIDE if self.away is None else self.away) * irregular(shape, base.mean, 1)
+            t = (ASIDE if self.away is None else self.away) * irregular(shape, base.mean, 1)
             return self._form.at(base, t).expand(shape)
 
-    def fit(self, sites: Mapping[str, Any]) -> None:
+    def solve(self, sites: Mapping[str, Any]) -> None:
         """Solves e1 T1' + e2 T2' = l' and e1 T1'' + e2 T2'' = l'', the latter along one direction in a simplex."""
         leaf, slope = self.values[self._name], self.take(sites, again=True, whole=True)[self._name]
         z, along = leaf.detach(), torch.ones_like(leaf)
@@ -184,9 +185,6 @@ class ByStatistics(Expansion):
         finite = self.finite[self._name] = e1.isfinite() & e2.isfinite()
         e1, e2 = (torch.where(finite, each, 0.0) for each in (e1, e2))
         self.natural = (e1, e2) if self.differentiable else (e1.detach(), e2.detach())
-
-    def solve(self, sites: Mapping[str, Any]) -> None:
-        self.fit(sites)
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         prior = self.priors[name]

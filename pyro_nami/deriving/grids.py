@@ -16,9 +16,10 @@ from torch import Tensor
 from pyro_nami.deriving.expansion import squeezed
 from pyro_nami.factors.knots import bent_normal
 
-__all__ = ["FLOOR", "HALF", "MOST_ON_GRID", "LineDensity", "bent", "grid_like", "slope_of"]
+__all__ = ["FLOOR", "HALF", "MOST_ON_GRID", "SIZE", "LineDensity", "bent", "grid_like", "slope_of"]
 
 HALF = 6.0  # of the length of a grid, in its own units, which are standard deviations for a Normal
+SIZE = 33  # points along a side of a grid; a tenth of them would leave errors of nats
 MOST_ON_GRID = 2  # latents with a joint grid; the number of its points is exponential in this
 # nats below its maximum, from where a log density counts as constant; exp(-10 * FLOOR) underflows
 FLOOR = 100.0
