@@ -37,6 +37,7 @@ __all__ = [
     "narrowed",
     "parameters_of",
     "plate_shape",
+    "squeezed",
     "trimmed",
     "within_plates",
 ]
@@ -123,7 +124,7 @@ class Expansion:
 
     def fit(self, sites: Mapping[str, Any]) -> None:
         """Finds the form's parameters from the sites of the run, of a form that is not known to hold yet."""
-        raise NotImplementedError
+        self.solve(sites)
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns terms that add up to the children's log density at values of the members, up to a constant."""
@@ -367,6 +368,11 @@ def trimmed(shape: torch.Size, dims: int | None) -> torch.Size:
     while dims is not None and len(shape) > dims and shape[0] == 1:
         shape = shape[1:]
     return shape
+
+
+def squeezed(value: Tensor, dims: int | None, event_dim: int = 0) -> Tensor:
+    """Returns a tensor ``(*batch, *event)`` without leading batch dims of size 1 beyond a number of dims."""
+    return value.reshape(trimmed(value.shape, None if dims is None else dims + event_dim))
 
 
 def irregular(shape: torch.Size, like: Tensor, phase: int) -> Tensor:

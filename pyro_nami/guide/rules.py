@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.expansion import broadcast, trimmed
+from pyro_nami.deriving.expansion import broadcast, squeezed
 from pyro_nami.deriving.in_turn import ConditionalsInTurn, InTurn, Order
 from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.family import Family
@@ -274,7 +274,7 @@ class Located(Learned):
 
     def _bent(self, near: JointNormal, state: Any, dims: int | None = None) -> JointNormal:
         params = state.params(self.name)
-        params = params.reshape(trimmed(params.shape, None if dims is None else dims + 2))
+        params = squeezed(params, dims, 2)
         return near.with_elements(self.family.elements(near.vectors(params)))
 
 
