@@ -126,10 +126,6 @@ class Expansion:
         """Whether what was solved says slopes and values that were measured at another point, to a thousandth."""
         return True
 
-    def fits(self, others: Any) -> bool:
-        """Whether each child by itself is of the form, by its log density at several points along a line."""
-        return True
-
     def gain(self, near: Any, far: Any) -> tuple[Tensor, Tensor]:
         """Returns what the log density gains between two points by what was solved, and the size of its terms."""
         raise NotImplementedError
@@ -146,6 +142,7 @@ class Expansion:
         again: bool = False,
         whole: bool = False,
         parts: Sequence[str] = (),
+        more: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> dict[str, Tensor]:
         """Returns the slopes by the members' values.
 
@@ -154,6 +151,7 @@ class Expansion:
             again: whether they are to be differentiated themselves.
             whole: whether the form is not known to hold yet.
             parts: the children whose log density it is; by default all.
+            more: further outputs, and their cotangents, whose product adds to the log density.
         """
         # a traced tensor's shape is none that autograd can compare
         whole = whole or torch.jit.is_tracing()
@@ -164,7 +162,7 @@ class Expansion:
                 for name in parts or self.group.children
                 if name in sites
             ]
-            terms = [term for term in terms if term[0].requires_grad]
+            terms = [term for term in [*terms, *more] if term[0].requires_grad]
             if not terms:
                 return {name: torch.zeros_like(leaf) for name, leaf in self.values.items()}
             slopes = torch.autograd.grad(

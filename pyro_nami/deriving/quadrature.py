@@ -62,7 +62,6 @@ class Tabulated(Expansion):
     def __init__(self, *args: Any, near: Any, finer: int = 0) -> None:
         super().__init__(*args)
         self._again = functools.partial(Tabulated, *args, near=near, finer=1)
-        near = near.renewed()
         first, *second = self.group.members
         self._size: int = max(1, finer) * (_POINTS[len(second)] - 1) + 1  # of the grid
         # points of a line at which slopes are taken

@@ -128,7 +128,7 @@ def _constants_of_one(
     def run(values: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
         return call.run({**call.held, **first, **values}, until=until)
 
-    one = group._replace(vectorized=False), torch.Size((1,) * nesting), nesting
+    one = group, torch.Size((1,) * nesting), nesting
     following: Any = JointGaussian(*one, False, sizes=dict(sizes), at=at)
     with suppress(Changed), untouched(call.model):
         while following is not None:
@@ -239,9 +239,9 @@ def expansion_in(
             "orders": {name: rules[name].order for name in group.members},
             "observed": observed,
         }
+    if group.has_mode:
+        options["is_probe"] = False
     expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
-    if isinstance(expansion, Newton):
-        expansion.is_probe = False
     for child in group.children if group.bound == "bounded" else ():
         if child in plan.bounds:
             expansion.xi[child] = softplus(
