@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import pyro
@@ -43,17 +42,15 @@ from pyro_nami.program.runner import Runner
 __all__ = ["PathValue", "Start", "TemperedPath"]
 
 
-class _NotBatched(ValueError):
-    """A model does not take batch dims."""
-
-
 class Point(NamedTuple):
-    """What `TemperedPath.note` gathers in a run of the model, by site; log densities in nats, ``(*batch)``.
+    """Latents and log densities at one position, by site; log densities in nats, ``(*batch)``.
 
     Attributes:
-        values, unconstrained: of the latents, ``(*batch, *plates, *event)``.
-        prior, log_jacobian: of the latents.
-        likelihood: of all else, factors included.
+        values: the latents, ``(*batch, *plates, *event)``.
+        unconstrained: the latents in real space, in the same layout.
+        prior: the latents' log densities.
+        log_jacobian: log |dz / du| of the latents.
+        likelihood: the log densities of all other sites, factors included.
     """
 
     values: dict[str, Tensor]
@@ -67,8 +64,8 @@ class PathValue(NamedTuple):
     """Log densities at one position, in nats, ``(chains, data sets)``.
 
     Attributes:
-        start: of the start of the path.
-        ratio: of its end, less that of its start.
+        start: log density of the start of the path.
+        ratio: log density of the end of the path, less that of its start.
     """
 
     start: Tensor
@@ -84,15 +81,15 @@ class TemperedPath:
     """The densities of a path, log f_t = start + t ratio, at positions ``(chains, data sets, size)`` of all chains.
 
     Args:
-        target: the model, and the guide to start from; without one, paths start from the prior.
+        target: the model, and the guide to start from; without a guide, paths start from the prior.
         extent: chains and data sets.
-        shapes: of the latents, right of the batch dims, in the order in which a position holds them.
+        shapes: shapes of the unconstrained latents, right of the batch dims, in their order in a position.
 
     Example:
         >>> import pyro.distributions as dist
         >>> def model():
         ...     pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.tensor(2.0))
-        >>> path, position = Start.of(Target(model, None, (), {}), {}, None).path(3, slice(0, 1), check=True)
+        >>> path, position = Start.of(Target(model, None, (), {}), {}, None).path(3, slice(0, 1))
         >>> path.gradient(torch.ones(3, 1, 1), 0.5)[0]  # at z = 1 of -z^2 / 2 - 0.5 (2 - z)^2 / 2
         tensor([[-0.5000]])
     """
@@ -104,41 +101,46 @@ class TemperedPath:
     def at(self, position: Tensor) -> Point:
         """Returns the point at a position, by a run of the model.
 
-        A latent's transform is made where the model comes to it: it belongs to the present values of its parents.
+        A latent's transform is made where the model comes to the latent, as it may depend on the latent's parents.
         """
-        parts = dict(
-            zip(self.shapes, position.split([shape.numel() for shape in self.shapes.values()], -1))
-        )
+        sizes = [shape.numel() for shape in self.shapes.values()]
         unconstrained = {
-            name: parts[name].reshape(self.extent.sizes + self.shapes[name]) for name in parts
+            name: part.reshape(self.extent.sizes + shape)
+            for (name, shape), part in zip(self.shapes.items(), position.split(sizes, -1))
         }
-        point = Point({}, unconstrained, {}, {}, {})
 
         def choose(site: Any) -> Tensor | None:
             name = site["name"]
             return _bijection(site)(unconstrained[name]) if name in unconstrained else None
 
-        self.target.run_model(
-            self.extent, Runner(self.extent.data, choose=choose, note=partial(self.note, point))
-        )
-        return point
+        runner = Runner(self.extent.data, choose=choose)
+        return self.point(self.target.run_model(self.extent, runner), unconstrained)
 
-    def note(self, point: Point, site: Any) -> None:
-        """Adds a site to a point as the run comes to it, in which order gradients are summed as well."""
-        name, value = site["name"], site["value"]
-        if name in self.shapes:
-            transform, prior = _bijection(site), without(site["fn"], MaskedDistribution)
-            # What a mask leaves out of a latent follows its prior, which integrates to one.
-            point.prior.update(per_draw({name: log_density(site, prior)}, self.extent))
-            if name not in point.unconstrained:
-                point.unconstrained[name] = transform.inv(value)
-            jacobian = transform.log_abs_det_jacobian(point.unconstrained[name], value)
-            point.log_jacobian.update(per_draw({name: jacobian}, self.extent))
-            point.values[name] = value
-        elif not (
-            site_is_subsample(site) or site["mask"] is False or site["infer"].get("_deterministic")
-        ):
-            point.likelihood.update(per_draw(log_densities({name: site}), self.extent))
+    def point(
+        self, sites: Mapping[str, Any], unconstrained: Mapping[str, Tensor] | None = None
+    ) -> Point:
+        """Returns the point of a run's sites, whose unconstrained values are computed where they are not given."""
+        point = Point({}, dict(unconstrained or {}), {}, {}, {})
+        likelihood = {}
+        for name, site in sites.items():
+            if name in self.shapes:
+                transform, prior = _bijection(site), without(site["fn"], MaskedDistribution)
+                value = point.values[name] = site["value"]
+                # A masked latent follows its prior, which integrates to one.
+                point.prior[name] = log_density(site, prior)
+                if unconstrained is None:
+                    point.unconstrained[name] = transform.inv(value)
+                point.log_jacobian[name] = transform.log_abs_det_jacobian(
+                    point.unconstrained[name], value
+                )
+            elif site["mask"] is not False and not site["infer"].get("_deterministic"):
+                likelihood[name] = site
+        point.likelihood.update(log_densities(likelihood))
+        return point._replace(
+            prior=per_draw(point.prior, self.extent),
+            log_jacobian=per_draw(point.log_jacobian, self.extent),
+            likelihood=per_draw(point.likelihood, self.extent),
+        )
 
     def value_of(self, point: Point) -> PathValue:
         """Returns the log densities at a point."""
@@ -165,30 +167,17 @@ class TemperedPath:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """What chains start from.
+    """The distribution that chains start from.
 
     Attributes:
         target: the model, the guide (None to start from the prior), and the data.
-        latents: those that chains move in, as messages of a run without batch dims.
-        given: latent -> draws to start from, ``(chains, *data sets, *site shape)``; None for the start's own.
+        latents: the sites that chains move in, as messages of a run without batch dims.
+        given: latent -> draws to start from, ``(chains, *data sets, *site shape)``; None to draw from guide or prior.
     """
 
     target: Target
     latents: Mapping[str, Any]
     given: Mapping[str, Tensor] | None
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The shapes of unconstrained values, right of batch dims: of the latents, ``(*plates, *event)``."""
-        own = {
-            name: _bijection(site).inverse_shape(site["fn"].shape())
-            for name, site in self.latents.items()
-        }
-        idle = {
-            name: self.target.nesting - len(site["fn"].batch_shape)
-            for name, site in self.latents.items()
-        }
-        return {name: torch.Size((1,) * idle[name]) + own[name] for name in own}
 
     @classmethod
     def of(
@@ -203,82 +192,99 @@ class Start:
                 check_declared(site, target.nesting)
         return cls(target, latents, given)
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The latents' shapes in real space, right of the batch dims, ``(*plates, *event)``."""
+        shapes = {}
+        for name, site in self.latents.items():
+            fn = site["fn"]
+            idle = (1,) * (self.target.nesting - len(fn.batch_shape))
+            shapes[name] = torch.Size(idle) + _bijection(site).inverse_shape(fn.shape())
+        return shapes
+
     def checked(self, num_chains: int, rows: slice) -> Start:
         """Returns the start with a model that takes batch dims, as runs of single chains show for some data sets.
 
         Raises:
-            ValueError: there is none, or as `path`.
+            ValueError: the model takes no batch dims.
         """
-
-        def difference(target: Target) -> str | None:
-            try:
-                replace(self, target=target).path(num_chains, rows, check=True)
-            except _NotBatched as error:
-                return str(error)
-            return None
-
         with forked_rng():
-            target, reason = run_for_many(self.target, difference)
+            target, reason = run_for_many(
+                self.target,
+                lambda target: replace(self, target=target)._difference(num_chains, rows),
+            )
         if reason is not None:
-            raise ValueError(reason)
+            raise ValueError(
+                f"Expected a model that takes batch dims of chains and data sets, left of its plates; {reason}. Count "
+                "dims from the right: z[..., i], z.sum(-1), torch.stack([a, b], -1)."
+            )
         return replace(self, target=target)
 
-    def path(
-        self, num_chains: int, rows: slice, *, check: bool = False
-    ) -> tuple[TemperedPath, Tensor]:
+    def path(self, num_chains: int, rows: slice) -> tuple[TemperedPath, Tensor]:
         """Returns the path for some data sets, and positions at its start, ``(chains, data sets, size)``.
 
-        With ``check``, runs of single chains tell whether the model takes batch dims; it raises where it does not.
+        Raises:
+            ValueError: a log density or an unconstrained value that is not finite there.
         """
-        extent = self.target.extent(num_chains, rows)
-        path, point = TemperedPath(self.target, extent, self.shapes), Point({}, {}, {}, {}, {})
-        runner = Runner(
-            {**extent.data, **self._values(extent, rows)}, note=partial(path.note, point)
-        )
-        try:
-            sites = self.target.run_model(extent, runner)
-        except (OutsideSupport, NotImplementedError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise _NotBatched(_NOT_BATCHED.format(in_one_line(error))) from error
-        if check:
-            self._compare(sites, extent, rows.start)
+        path, sites = self._run(num_chains, rows)
+        point = path.point(sites)
         _check_finite(point)
         if not path.value_of(point).start.isfinite().all():
             raise ValueError(
                 "Expected a guide with finite log densities at its own draws; got others."
             )
-        parts = [point.unconstrained[name].reshape(extent.sizes + (-1,)) for name in path.shapes]
+        parts = [
+            point.unconstrained[name].reshape(path.extent.sizes + (-1,)) for name in path.shapes
+        ]
         return path, torch.cat(parts, -1)
+
+    def _run(self, num_chains: int, rows: slice) -> tuple[TemperedPath, dict[str, Any]]:
+        """Returns the path for some data sets, and the sites of a run of the model at its start."""
+        extent = self.target.extent(num_chains, rows)
+
+        def note(site: Any) -> None:  # a latent outside its support, before other sites fail at it
+            if site["name"] in self.latents:
+                log_density(site)
+
+        runner = Runner({**extent.data, **self._values(extent, rows)}, note=note)
+        path = TemperedPath(self.target, extent, self.shapes)
+        return path, self.target.run_model(extent, runner)
+
+    def _difference(self, num_chains: int, rows: slice) -> str | None:
+        """Returns where the first and the last chain differ from runs of one chain; None if nowhere."""
+        try:
+            path, sites = self._run(num_chains, rows)
+            path.point(sites)
+        except (OutsideSupport, NotImplementedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
+            return in_one_line(error)
+
+        def alone_at(index: Any) -> dict[str, Tensor]:
+            one = self.target.one(rows.start + index[1])
+            values = {
+                name: sites[name]["value"][index].reshape(site["fn"].shape())
+                for name, site in self.latents.items()
+            }
+            return log_densities(self.target.run_model(one, Runner({**one.data, **values})))
+
+        chains, data_sets = path.extent.sizes
+        ends = {(0, 0), (chains - 1, data_sets - 1)}
+        name = differing_site(log_densities(sites), ends, alone_at)
+        return name and f"site '{name}' has another log density in a run of its own"
 
     def _values(self, extent: Extent, rows: slice) -> dict[str, Tensor]:
         """Returns the latents' first values, with all plate dims; none where the model is to draw them."""
         if self.given is not None:
-            whose, single = "given draws", self.target.data.num is None
-            given = {name: self.given[name] for name in self.latents if name in self.given}
-            values = {
-                name: value.unsqueeze(1) if single else value[:, rows]
-                for name, value in given.items()
-            }
+            values = {n: value for n, value in self.given.items() if n in self.latents}
+            single = self.target.data.num is None
+            for name, value in values.items():
+                values[name] = value.unsqueeze(1) if single else value[:, rows]
         elif self.target.guide is None:
             return {}
         else:
-            whose = "a guide with a density"
-            # the model's sites tell, by name, which draws are bad
-            with pyro.validation_enabled(False):
-                sites = self.target.run_guide(extent, Runner({}))
-            for name, site in sites.items():
-                if site_is_factor(site):
-                    raise NotImplementedError(
-                        f"Expected a guide whose sites give its density; it has the factor '{name}' as well."
-                    )
-            values = {name: site["value"] for name, site in sites.items() if _is_latent(site, {})}
-            if self.target.prior_share:
-                prior = self.target.run_model(extent, Runner(extent.data))
-                chosen = torch.rand(extent.sizes[0]) < self.target.prior_share
-                for name, value in values.items():
-                    here = chosen.to(value.device).view(-1, *[1] * (value.dim() - 1))
-                    values[name] = prior[name]["value"].where(here, value)
+            values = self._guide_draws(extent)
+        whose = "a guide with a density" if self.given is None else "given draws"
         for name in sorted(self.latents.keys() ^ values.keys()):
             raise ValueError(
                 f"Expected {whose} at every latent, {', '.join(map(repr, self.latents))}, and no other; got "
@@ -289,27 +295,27 @@ class Start:
             for name, site in self.latents.items()
         }
 
-    def _compare(self, sites: Mapping[str, Any], extent: Extent, first: int) -> None:
-        """Raises where the first and the last chain have other densities in a run of their own."""
-
-        def alone_at(index: Any) -> dict[str, Tensor]:
-            one = self.target.one(first + index[1])
-            values = {
-                name: sites[name]["value"][index].reshape(site["fn"].shape())
-                for name, site in self.latents.items()
-            }
-            return log_densities(self.target.run_model(one, Runner({**one.data, **values})))
-
-        ends = {(0, 0), (extent.sizes[0] - 1, extent.sizes[1] - 1)}
-        name = differing_site(log_densities(sites), ends, alone_at)
-        if name is not None:
-            raise _NotBatched(
-                _NOT_BATCHED.format(f"site '{name}' has another log density in a run of its own")
-            )
+    def _guide_draws(self, extent: Extent) -> dict[str, Tensor]:
+        """Returns draws of the guide, or in part of the prior, by `Target.prior_share`."""
+        with pyro.validation_enabled(False):  # the model's sites tell, by name, which draws are bad
+            sites = self.target.run_guide(extent, Runner({}))
+        for name, site in sites.items():
+            if site_is_factor(site):
+                raise NotImplementedError(
+                    f"Expected a guide whose sites give its density; it has the factor '{name}' as well."
+                )
+        values = {name: site["value"] for name, site in sites.items() if _is_latent(site, {})}
+        if self.target.prior_share:
+            prior = self.target.run_model(extent, Runner(extent.data))
+            chosen = torch.rand(extent.sizes[0]) < self.target.prior_share
+            for name, value in values.items():
+                here = chosen.to(value.device).view(-1, *[1] * (value.dim() - 1))
+                values[name] = prior[name]["value"].where(here, value)
+        return values
 
 
 def _is_latent(site: Any, data: Mapping[str, Any]) -> bool:
-    """Whether a site is one that chains move in. An unobserved Delta is none, but a name for a value."""
+    """Whether chains move in a site. An unobserved Delta is no latent, but a name for a value."""
     return not (
         site["is_observed"]
         or site["name"] in data
@@ -373,9 +379,3 @@ def _check_finite(point: Point) -> None:
                 f"Expected a finite log density at site '{name}' where the chains start; got "
                 f"{log_prob[bad & ~excused][0].item()} in {int(bad.sum())} of {bad.numel()} chains."
             )
-
-
-_NOT_BATCHED = (
-    "Expected a model that takes batch dims of chains and data sets, left of its plates; {}. Count dims from the "
-    "right: z[..., i], z.sum(-1), torch.stack([a, b], -1)."
-)

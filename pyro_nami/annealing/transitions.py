@@ -22,7 +22,6 @@ from pyro_nami.inference.weighted_samples import (
 __all__ = [
     "ChainState",
     "Reached",
-    "adapted",
     "chains_from",
     "correlation",
     "hamiltonian_step",
@@ -33,10 +32,9 @@ __all__ = [
     "variance_of_lineages",
 ]
 
-_LEAST_RATE = 0.05  # of adaptation
-_LEAST_CHAINS = 10  # whose standard deviations are made use of
-# of temperatures: least steps, absolute and relative, and how to find one
-_FIRST, _GROWTH, _HALVINGS = 1e-15, 0.01, 16
+# Least relative growth of an inverse temperature, and its precision. At ten times more, few chains stay effective where
+# densities change quickly; at ten times less, annealing takes more temperatures there.
+MIN_GROWTH = 0.01
 
 
 class ChainState(NamedTuple):
@@ -94,17 +92,6 @@ def _finite(position: Tensor, origin: Tensor) -> Tensor:
     return torch.where(position.isfinite().all(-1, keepdim=True), position, origin)
 
 
-def adapted(step_size: Tensor, count: int, acceptance: Tensor, target: float | None) -> Tensor:
-    """Returns the step sizes ``(data sets,)`` after ``count`` transitions; without a ``target``, as they were.
-
-    log step += rate * (acceptance - target), with a rate that falls from 1 to a floor, as densities change all the way.
-    """
-    if target is None:
-        return step_size
-    rate = max(_LEAST_RATE, count**-0.5)
-    return step_size * torch.exp(rate * (acceptance - target))
-
-
 def sigmoid_temperatures(num: int) -> Tensor:
     """Returns inverse temperatures that are dense at both ends, ``(num,)`` in float64.
 
@@ -130,7 +117,7 @@ def next_temperatures(now: Tensor, share: float, log_weights: Tensor, ratio: Ten
         >>> ratio = torch.tensor([[0.0], [4.0], [-torch.inf]])
         >>> later = next_temperatures(torch.zeros(1), 0.9, torch.zeros(3, 1), ratio)
         >>> weights = (later * ratio[:2]).exp()
-        >>> weights.mean().square() / weights.square().mean()
+        >>> (weights.mean().square() / weights.square().mean()).round(decimals=2)
         tensor(0.9000)
     """
     weights = log_weights.log_softmax(0)
@@ -140,9 +127,9 @@ def next_temperatures(now: Tensor, share: float, log_weights: Tensor, ratio: Ten
         once = weights + step * ratio
         return 2 * once.logsumexp(0) - (once + step * ratio).logsumexp(0) >= alive + math.log(share)
 
-    low, high = _FIRST + _GROWTH * now, 1 - now
+    low, high = torch.finfo(now.dtype).tiny + MIN_GROWTH * now, 1 - now
     done = (low >= high) | alive.isneginf() | enough(high)
-    for _ in range(_HALVINGS):
+    while (~done & (high > (1 + MIN_GROWTH) * low)).any():
         middle = (low * high).sqrt()
         found = enough(middle)
         low, high = middle.where(found, low), high.where(found, middle)
@@ -195,7 +182,9 @@ def resampled_chains(
 
 
 def variance_of_lineages(ancestors: Tensor, log_weights: Tensor) -> Tensor:
-    """Returns the variance of the log evidence by what became of each chain at the start, ``(data sets,)``.
+    """Returns the variance of the log evidence by the weights of the first chains' descendants, ``(data sets,)``.
+
+    It is the part beyond the variance of the log weights themselves, see `log_mean_error`.
 
     References:
         Chan and Lai 2013, "A general theory of particle filters in hidden Markov models and some applications"; Lee and
@@ -206,18 +195,17 @@ def variance_of_lineages(ancestors: Tensor, log_weights: Tensor) -> Tensor:
         tensor([0.3750])
     """
     weights = log_weights.softmax(0)
-    return torch.zeros_like(weights).scatter_add(0, ancestors, weights).square().sum(0) - 1 / len(
-        weights
-    )
+    shares = torch.zeros_like(weights).scatter_add(0, ancestors, weights)
+    own = log_mean_error(log_weights).square()
+    return shares.square().sum(0) - 1 / len(weights) - own
 
 
 def spread_of(position: Tensor, log_weights: Tensor) -> Tensor:
-    """Returns the chains' standard deviations ``(data sets, size)``; one where few chains tell little of them."""
-    if len(position) < _LEAST_CHAINS:
-        return torch.ones_like(position[0])
+    """Returns the chains' standard deviations ``(data sets, size)``; 1 where all chains are at one place."""
     weights = log_weights.softmax(0).unsqueeze(-1)
     away = position - (weights * position).sum(0)
-    return (weights * away.square()).sum(0).clamp(min=torch.finfo(position.dtype).eps ** 2).sqrt()
+    spread = (weights * away.square()).sum(0).sqrt()
+    return spread.where(spread > 0, 1.0)
 
 
 def correlation(before: Tensor, after: Tensor, log_weights: Tensor) -> Tensor:

@@ -194,12 +194,9 @@ class SecondOrder(Expansion):
 
     # ---- probing
 
-    def measure(self, sites: Mapping[str, Any]) -> None:
-        if self.away is None:
-            with derivatives():
-                self._read(sites, self.take(sites, again=True, whole=True))
-        else:
-            super().measure(sites)
+    def fit(self, sites: Mapping[str, Any]) -> None:
+        with derivatives():
+            self._read(sites, self.take(sites, again=True, whole=True))
 
     def is_finite(self) -> bool:
         return super().is_finite() and all(

@@ -31,6 +31,6 @@ def elements_of_a_draw(proposal: Proposal) -> float:
     counts = []
     for num in (1, 2):
         with _Count() as count:
-            proposal.at_once(num, checked=False)
+            proposal.at_once(num)
         counts.append(count.elements)
     return max(1.0, (counts[1] - counts[0]) / (proposal.target.data.num or 1))

@@ -7,14 +7,13 @@ checked against single runs. `weighted_samples` holds what is estimated from the
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import pyro
 import torch
-from pyro.distributions.util import scale_and_mask
 from pyro.infer.inspect import is_sample_site
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
@@ -22,7 +21,6 @@ from torch import Tensor
 from pyro_nami.inference.observations import Observations, as_mapping
 from pyro_nami.inference.site_messages import (
     is_delta,
-    log_density,
     plate_names,
     plate_nesting,
     with_idle_dims,
@@ -37,10 +35,12 @@ from pyro_nami.inference.target import (
 from pyro_nami.inference.weighed_run import (
     CHECK,
     BadDensity,
+    Weigh,
     Weighed,
     fault_of,
     lost_draws,
     summed,
+    weighed,
     weighed_run,
     whole,
 )
@@ -48,12 +48,13 @@ from pyro_nami.inference.weighted_samples import WeightedSamples, warn_of_bad
 from pyro_nami.messages import OneByOne, warn
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws
+from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.runner import Runner
 
 __all__ = ["Proposal", "importance_sample"]
 
-_ELEMENTS = 2**20  # of all sites' values, of one chunk by default
-_LOST = 0.5  # share of draws at which the model may have no density
+# Largest share of draws at which the model may have no density. At ten times less, some that overflow are an error.
+MAX_LOST = 0.5
 
 
 @torch.no_grad()
@@ -69,42 +70,36 @@ def importance_sample(
 ) -> WeightedSamples:
     """Draws from a guide and weights the draws by log p(latents, data) - log q(latents | data).
 
-    Model and guide are run without gradients and unseen by handlers outside; parameters are used as they are. The
-    model's masks and scales count, as in `pyro.infer.Importance`. A model that is written for one draw is mapped over
-    draws by `torch.vmap`; what that cannot run either (an `if` on a value) is run draw by draw.
+    Model and guide are run without gradients and unseen by handlers outside. The model's masks and scales count, as in
+    `pyro.infer.Importance`. A model that is written for one draw is mapped over draws by `torch.vmap`, or run draw by
+    draw where that fails (an `if` on a value).
 
     Args:
         model: a Pyro model.
         guide: a guide that samples every latent of the model.
         *args, **kwargs: the arguments of both.
         num_samples: number of draws for each data set.
-        observations: observed site -> value, in place of what the model observes itself. Of the site's shape in a
-            single run of the model, it is one data set; with one dim more in front, ``(data sets, *site shape)``, it
-            is a batch of them (also with all plate dims of the model, as in `JointDraws`). Sites without that dim are
-            the same in all data sets. Passed on as ``observations=`` to a guide and a model that take it.
-        chunk_size: draws of all data sets in memory at a time; by default about a million elements of all sites.
-        defensive: share of the draws that are the prior's, the last ones; the density of the mixture is what all are
-            weighted by, so no weight is above p(data | latents) / share, wherever the guide is too narrow, and what it
-            misses can be found (Hesterberg 1995, "Weighted average importance sampling and defensive mixture
-            distributions").
+        observations: observed site -> value, in place of the model's own data: of the site's shape in a single run, or
+            of several data sets, ``(data sets, *site shape)``. A guide or model that takes ``observations=`` gets them.
+        chunk_size: draws in memory at a time, of all data sets; by default by their bytes.
+        defensive: share of the draws that are the prior's, the last ones. All draws are weighted by the density of the
+            mixture, so no weight is above p(data | latents) / share (Hesterberg 1995, "Weighted average importance
+            sampling and defensive mixture distributions").
 
     Returns:
         `WeightedSamples` with `num_samples` draws of the model's latents, for each data set if there is a batch.
 
     Raises:
-        ValueError: ``num_samples`` or ``chunk_size`` below 1; ``defensive`` outside [0, 1); observations of an unknown
-            site or of a wrong shape; a latent that only one of model and guide has; a log density that is NaN, at some
-            draw of the guide, or at half of the draws of the model (the message names the site); a data set for which
-            all weights are zero; a guide that is a point (AutoDelta).
+        ValueError: an option out of range; an observation that fits no site; a latent that only one of model and guide
+            has; a log density of the guide that is NaN, or half of the model's; a data set for which all weights are
+            zero; a guide that is a point (AutoDelta).
         NotImplementedError: plates with random subsampling.
 
     Warns:
-        UserWarning: k-hat above 0.7; draws one by one; draws at which the model's log density is NaN, as numbers
-            overflow say, which have weight zero.
+        UserWarning: k-hat above 0.7; draws one by one; draws at which the model's log density is NaN (of weight zero).
 
     Example:
-        >>> import pyro
-        >>> import pyro.distributions as dist
+        >>> import pyro, pyro.distributions as dist
         >>> def model():
         ...     z = pyro.sample("z", dist.Normal(0.0, 1.0))
         ...     pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(2.0))
@@ -113,21 +108,19 @@ def importance_sample(
         >>> importance_sample(model, guide, num_samples=100).log_evidence
         tensor(-2.2655)
     """
-    _check_counts(num_samples, chunk_size)
+    _check_counts(num_samples=num_samples, chunk_size=1 if chunk_size is None else chunk_size)
     target = Target(model, guide, args, kwargs, prior_share=defensive)
     ours = max(1, math.floor((1 - defensive) * num_samples))
     target = replace(target, prior_share=1 - ours / num_samples)
     proposal = Proposal.of(target, as_mapping(observations))
-    size = min(num_samples, chunk_size or max(1, _ELEMENTS // proposal.elements))
     result = proposal.draw(
-        *([min(size, num - i) for i in range(0, num, size)] for num in (ours, num_samples - ours))
+        ours, num_samples - ours, chunk_size or rows_in_memory(proposal.elements)
     )
     warn_of_bad(result)
     return result
 
 
-def _check_counts(num_samples: int, chunk_size: int | None) -> None:
-    counts = {"num_samples": num_samples, "chunk_size": 1 if chunk_size is None else chunk_size}
+def _check_counts(**counts: Any) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"Expected {name} to be an int; got {value!r}.")
@@ -140,12 +133,12 @@ class _Draws(NamedTuple):
 
     values: dict[str, Tensor]
     log_weights: Tensor
-    fault: str = ""
+    fault: str
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A guide that draws what a model has; a run of both for one draw gives every site its own shape."""
+    """A guide that proposes a model's latents; a run of both for one draw gives the shape of every site."""
 
     target: Target
     single: Weighed
@@ -153,6 +146,7 @@ class Proposal:
 
     @classmethod
     def of(cls, target: Target, observations: Mapping[str, Any]) -> Proposal:
+        """Returns the proposal of a target, on observed values; raises where guide and model do not fit."""
         if observations:
             target, _ = target.observing(observations)
         single = weighed_run(target, target.one())
@@ -160,44 +154,66 @@ class Proposal:
         return cls(replace(target, nesting=nesting), single, _matched_latents(single))
 
     def on(self, observations: Mapping[str, Any]) -> Proposal:
-        """Returns the proposal on other data sets, at which sites have the same shapes."""
+        """Returns the proposal on other data sets, whose sites have the same shapes."""
         data = Observations(observations, self.single.model, self.target.nesting)
         return replace(self, target=replace(self.target, data=data))
 
     @property
+    def _sites(self) -> list[Any]:
+        return [*self.single.guide.values(), *self.single.model.values()]
+
+    @property
     def elements(self) -> int:
         """The number of elements of all sites, for one draw and all data sets."""
-        sites = [*self.single.guide.values(), *self.single.model.values()]
-        return max(1, sum(site["fn"].shape().numel() for site in sites)) * (
-            self.target.data.num or 1
-        )
+        one = sum(site["fn"].shape().numel() for site in self._sites)
+        return one * (self.target.data.num or 1)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """The shapes of the latents in a single run."""
         return {name: self.single.model[name]["fn"].shape() for name in self.latents}
 
-    def draw(self, counts: Sequence[int], from_prior: Sequence[int] = ()) -> WeightedSamples:
-        """Returns draws of the guide, and behind them of the prior, in chunks, joined."""
-        chunks = self._chunks(counts, from_prior)
-        plates = {name: plate_names(self.single.model[name]) for name in self.latents}
-        values = {name: torch.cat([chunk.values[name] for chunk in chunks]) for name in plates}
+    def draw(self, from_guide: int, from_prior: int, size: int) -> WeightedSamples:
+        """Returns draws of the guide, and behind them of the prior, made in chunks of a size, or one by one."""
+        with forked_rng():
+            target, reason = run_for_many(self.target, self._fault)
+        if reason is not None:
+            warn(_LOOP.format(reason), OneByOne)
+        proposal, chunks = replace(self, target=target), []
+        for weigh, num in ((weighed, from_guide), (self._weighed_prior, from_prior)):
+            for done in range(0, num, size):
+                make = proposal._chunk if reason is None else proposal._one_by_one
+                chunks.append(make(min(size, num - done), weigh))
+        values = {
+            name: torch.cat([chunk.values[name] for chunk in chunks]) for name in self.latents
+        }
         log_weights = torch.cat([chunk.log_weights for chunk in chunks])
         lost = log_weights.isnan()
         if lost.any():
             fault = f"{max(chunk.fault for chunk in chunks)} for {int(lost.sum())} of {lost.numel()} draws"
-            if lost.double().mean() >= _LOST:
+            if lost.double().mean() >= MAX_LOST:
                 raise BadDensity(f"Expected {fault}. {CHECK}")
             warn(f"Expected {fault}, which have weight zero. {CHECK}")
+        plates = {name: plate_names(self.single.model[name]) for name in self.latents}
         return WeightedSamples(values, torch.where(lost, -torch.inf, log_weights), plates)
 
-    def at_once(self, num: int, *, checked: bool = True) -> tuple[_Draws, str | None]:
-        """Returns draws of one run for all, and where this differs from single runs; None if nowhere.
+    def at_once(self, num: int) -> _Draws:
+        """Returns draws of one run for all; weights may be NaN."""
+        return self._draws(weighed_run(self.target, self.target.extent(num)), checked=False)
 
-        If not ``checked``, nothing is, and weights may be NaN.
+    def difference(self, num: int) -> str | None:
+        """Returns where a run for some draws differs from runs for its first and last one; None if nowhere.
+
+        Draws that the model has no density for say nothing. Near the edge of a support the value of a draw may not tell
+        the density that it was made with. So a difference has to show in a run at the values of the draws as well.
         """
         run = weighed_run(self.target, self.target.extent(num))
-        return self._draws(run, checked), self._difference(run) if checked else None
+        self._draws(run)
+        reason = self._differing(run)
+        if reason is not None:
+            values = {name: whole(site) for name, site in run.guide.items() if _is_drawn(site)}
+            reason = self._differing(weighed_run(self.target, run.extent, values))
+        return reason
 
     def log_weights(self, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the log weights of given latents ``(draws, *data sets, *site shape)``, as those of draws."""
@@ -210,24 +226,10 @@ class Proposal:
         model = self.target.run_model(extent, Runner({**values, **extent.data}))
         return summed(log_densities(model), extent) - self.target.guide_log_prob(extent, values)
 
-    def _chunks(self, counts: Sequence[int], from_prior: Sequence[int]) -> list[_Draws]:
-        """Returns chunks of draws: each at once, or all one by one where this goes wrong for a few."""
-        with forked_rng():
-            target, reason = run_for_many(self.target, self._fault)
-        proposal = replace(self, target=target)
-        draws = [(proposal._guide_draws, num) for num in counts] + [
-            (proposal._prior_draws, num) for num in from_prior
-        ]
-        if reason is not None:
-            warn(_LOOP.format(reason), OneByOne)
-            return [proposal._one_by_one(draw, num) for draw, num in draws]
-        return [draw(target.extent(num)) for draw, num in draws]
-
     def _fault(self, target: Target) -> str | None:
         """Returns why a few draws cannot be made at once; None if they can, or if no draws can."""
-        num = few_draws([*self.single.guide.values(), *self.single.model.values()])
         try:
-            return replace(self, target=target).at_once(num)[1]
+            return replace(self, target=target).difference(few_draws(self._sites))
         except BadDensity:
             return None
         except torch.OutOfMemoryError:
@@ -237,29 +239,27 @@ class Proposal:
         ) as error:  # whatever a model does with batch dims that it was not written for
             return in_one_line(error)
 
-    def _one_by_one(self, draw: Callable[[Extent], _Draws], count: int) -> _Draws:
-        num = self.target.data.num
-        rows = [row for _ in range(count) for row in range(num or 1)]
-        draws = [draw(self.target.one(row)) for row in rows]
-        sizes = (count,) if num is None else (count, num)
+    def _chunk(self, num: int, weigh: Weigh) -> _Draws:
+        return self._draws(weighed_run(self.target, self.target.extent(num), weigh=weigh))
 
-        def stacked(parts: list[Tensor]) -> Tensor:
-            return torch.stack(parts).reshape(sizes + parts[0].shape)
+    def _one_by_one(self, num: int, weigh: Weigh) -> _Draws:
+        sizes = (num,) if self.target.data.num is None else (num, self.target.data.num)
+        draws = [
+            self._draws(weighed_run(self.target, self.target.one(index[-1]), weigh=weigh))
+            for index in itertools.product(*map(range, sizes))
+        ]
+        values, log_weights, faults = zip(*draws)
 
-        values = {name: stacked([draw.values[name] for draw in draws]) for name in self.latents}
-        return _Draws(
-            values, stacked([draw.log_weights for draw in draws]), max(draw.fault for draw in draws)
-        )
+        def stacked(parts: Iterable[Tensor]) -> Tensor:
+            return torch.stack(tuple(parts)).unflatten(0, sizes)
 
-    def _guide_draws(self, extent: Extent) -> _Draws:
-        return self._draws(weighed_run(self.target, extent))
-
-    def _prior_draws(self, extent: Extent) -> _Draws:
-        return self._draws(weighed_run(self.target, extent, weigh=self._weighed_prior))
+        latents = {name: stacked(value[name] for value in values) for name in self.latents}
+        return _Draws(latents, stacked(log_weights), max(faults))
 
     def _weighed_prior(
         self, target: Target, extent: Extent, values: Mapping[str, Tensor]
     ) -> Weighed:
+        """Runs the model at its own draws, and tells the guide's density there."""
         sites = target.run_model(extent, Runner({**values, **extent.data}))
         log_q = target.guide_log_prob(extent, {name: whole(sites[name]) for name in self.latents})
         log_q = torch.where(log_q.isnan(), -torch.inf, log_q)  # far out, where it draws nothing
@@ -268,47 +268,35 @@ class Proposal:
     def _draws(self, run: Weighed, checked: bool = True) -> _Draws:
         log_q, log_p = (summed(part, run.extent) for part in (run.log_q, run.log_p))
         if self.target.prior_share:
-            sites = {name: run.model[name] for name in self.latents}
-            # the model's log density is NaN where it refuses a draw
-            with pyro.validation_enabled(False):
-                prior = {
-                    name: scale_and_mask(log_density(site), mask=site["mask"])
-                    for name, site in sites.items()
-                }
+            prior = {name: run.log_p[name] / run.model[name]["scale"] for name in self.latents}
             log_q = self.target.defended(log_q, summed(prior, run.extent))
         log_weights = log_p - log_q
         fault = fault_of(run) if checked and not (log_weights < torch.inf).all() else ""
-        sizes = run.extent.sizes
         values = {
-            name: whole(run.model[name]).reshape(sizes + shape)
+            name: whole(run.model[name]).reshape(run.extent.sizes + shape)
             for name, shape in self.shapes.items()
         }
         return _Draws(values, log_weights, fault)
 
-    def _difference(self, run: Weighed) -> str | None:
-        """Returns where a run for many draws differs from runs for its first and last one; None if nowhere.
-
-        Draws that the model has no density for say nothing. Near the edge of a support the value of a draw may not tell
-        the density that it was made with; where a difference is found, both are told by the values.
-        """
-        drawn = [name for name, site in run.guide.items() if not site["is_observed"]]
-        reason = self._differing(run, drawn)
-        if reason is not None:
-            values = {name: whole(run.guide[name]) for name in drawn}
-            reason = self._differing(weighed_run(self.target, run.extent, values), drawn)
-        return reason
-
-    def _differing(self, run: Weighed, drawn: Sequence[str]) -> str | None:
-        good = (~lost_draws(run)).nonzero()
-        shapes = {name: self.single.guide[name]["fn"].shape() for name in drawn}
+    def _differing(self, run: Weighed) -> str | None:
+        """Returns a log density of the first or last good draw that differs in a run of its own; None if none does."""
+        drawn = {name: whole(site) for name, site in run.guide.items() if _is_drawn(site)}
 
         def alone_at(index: Any) -> dict[str, Tensor]:
-            values = {name: whole(run.guide[name])[index].reshape(shapes[name]) for name in drawn}
+            values = {
+                name: value[index].reshape(self.single.guide[name]["fn"].shape())
+                for name, value in drawn.items()
+            }
             return _by_role(weighed_run(self.target, self.target.one(index[-1]), values))
 
-        indices = map(tuple, good[[0, -1]].tolist() if len(good) else ())
-        wrong = differing_site(_by_role(run), indices, alone_at)
+        good = (~lost_draws(run)).nonzero()
+        ends = map(tuple, good[[0, -1]].tolist() if len(good) else ())
+        wrong = differing_site(_by_role(run), ends, alone_at)
         return wrong and f"{wrong} differs from that in a single run"
+
+
+def _is_drawn(site: Any) -> bool:
+    return not site["is_observed"]
 
 
 def _by_role(run: Weighed) -> dict[str, Tensor]:
@@ -326,11 +314,7 @@ def _matched_latents(single: Weighed) -> tuple[str, ...]:
     sites, data = single.model, single.extent.data
     latents = [name for name, site in sites.items() if not site["is_observed"] and name not in data]
     auxiliary = {name for name, site in single.guide.items() if site["infer"].get("is_auxiliary")}
-    drawn = {
-        n: site
-        for n, site in single.guide.items()
-        if not site["is_observed"] and n not in auxiliary
-    }
+    drawn = {n: s for n, s in single.guide.items() if _is_drawn(s) and n not in auxiliary}
     for name in latents:
         if name not in drawn and is_sample_site(sites[name]):
             raise ValueError(

@@ -33,32 +33,33 @@ from pyro_nami.inference.importance import Proposal
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.target import Target
 from pyro_nami.program.isolation import bounded_indices, forked_rng
+from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["LatentMoves"]
 
-_ELEMENTS = 2**20  # of all sites' values that are in memory at a time
-# at a time and in all, as what is derived may be off by rounding at draws of a poor guide
-_TRIES = 2, 10
-_MOVED = 0.8  # share of draws after whose move no further draws of the guide are made
-# share of draws that are moved first, and of these that have to move, or others are left
-_FIRST, _WORTH = 0.1, 0.1
-# draws that are moved first, as fewer take as long, and for which draws of the guide are made at once
-_FEWEST = 1000
-# elements of all tensors computed for a draw of the guide, of more of which moves are rarer
-_WORK = 2**15
+# Share of draws that have to move for further steps of the chain. By one less this share, too few are left to move. At
+# ten times more, every chain has one step.
+WORTH = 0.1
+# Most joint draws whose chains get all draws of the guide in one run. At ten times more, a poor guide makes most of
+# them in vain; at ten times less, a few joint draws take as many runs as many do.
+FEW = 1000
+TRIES = 10  # calls in which a guide is checked; its first draws may be so far off that rounding alone is found
+# Elements of all tensors that are computed for a draw of the guide, of more of which latents move in a share of the
+# calls. At ten times more, moves by quadrature take most of the time of training.
+WORK = 2**15
 
 
 class LatentMoves:
     """Moves latents of joint draws, where model and guide can be run for all of them at once.
 
-    Where they cannot, or where the model's density is not that of its simulations (scales, factors, masked latents),
-    draws are left as they are; most of them also as long as the guide is so poor that hardly any move. Where a draw of
-    the guide takes long, as where conditionals are found by quadrature, draws move in a share of the calls.
+    Draws are left as they are where the model cannot be run so, or where its density is not that of its simulations
+    (scales, factors, masked latents). Where a draw of the guide takes long, as by quadrature,
+    latents move in a share of the calls.
 
     Args:
-        simulator: of the draws.
+        simulator: the simulator that made the draws.
         guide: any guide with densities that accepts ``observations=``.
-        num: draws of the guide for each of the joint draws, at most; fewer where these have moved most.
+        num: most steps of the chain for each joint draw, with one draw of the guide each.
 
     Example:
         >>> import pyro.distributions as dist
@@ -77,109 +78,98 @@ class LatentMoves:
         self.simulator = simulator
         self.guide = guide
         self.num = num
-        self._proposal: Proposal | None = None  # for any data; none where latents cannot be moved
+        self._proposal: Proposal | None = None  # for any data; None where latents cannot be moved
         self._state: dict[str, Any] = {}
 
     @torch.no_grad()
     def __call__(self, draws: JointDraws, state: dict[str, Any] | None = None) -> JointDraws:
-        """Returns the draws with latents moved; ``state`` is what another such is to know to go on alike.
+        """Returns the draws with latents moved.
 
-        It tells what share of the draws ``moved`` the last time.
+        Args:
+            draws: of the simulator.
+            state: where the moves note what another `LatentMoves` needs to go on alike; ``state["moved"]`` is the share
+                of the draws that moved in this call.
         """
         state = self._state if state is None else state
-        if self._proposal is None and state.setdefault("tries", _TRIES[1]):
+        if self._proposal is None and state.setdefault("tries", TRIES):
+            few = draws.select(torch.arange(min(3, draws.num))).to(self.simulator.device)
             with forked_rng(), bounded_indices(), pyro.validation_enabled(False):
-                few = draws.select(torch.arange(min(3, draws.num)))
-                self._proposal = self._found(few.to(self.simulator.device), state)
+                self._proposal = self._checked(few, state)
         if self._proposal is None:
             return draws
         state["due"] += state["share"]
         if state["due"] < 1:
             return draws
         state["due"] -= 1
+        values = (*draws.latents.values(), *draws.observed.values())
+        chunks = draws.in_batches(rows_in_memory(sum(value[0].numel() for value in values)))
+        at_once = self.num if draws.num <= FEW and state["share"] == 1 else 1
         with pyro.validation_enabled(False):
-            one = sum(
-                value[0].numel() for value in (*draws.latents.values(), *draws.observed.values())
-            )
-            first = max(math.ceil(_FIRST * draws.num), min(_FEWEST, draws.num))
-            rest = (
-                torch.arange(first, draws.num).split(max(1, _ELEMENTS // one))
-                if first < draws.num
-                else ()
-            )
-            found, moved = [], 0.0
-            for rows in (torch.arange(first), *rest):
-                at_once = self.num if len(rows) <= _FEWEST and state["share"] == 1 else 1
-                latents, share = self._moved(
-                    self._proposal, draws.select(rows).to(self.simulator.device), at_once
-                )
-                found.append(latents)
-                moved += share * len(rows) / draws.num
-                if share < _WORTH:
-                    found.append(draws.select(torch.arange(int(rows[-1]) + 1, draws.num)).latents)
-                    break
-        state["moved"] = moved
+            found = [self._chain(self._proposal, chunk, at_once) for chunk in chunks]
+        state["moved"] = torch.cat([moved for _, moved in found]).double().mean().item()
         latents = {
-            name: torch.cat([part[name].to(old) for part in found])
+            name: torch.cat([part[name].to(old) for part, _ in found])
             for name, old in draws.latents.items()
         }
         return draws._replace(latents=latents)
 
-    def _found(self, few: JointDraws, state: dict[str, Any]) -> Proposal | None:
-        """Returns what proposes, if draws can be moved at once, and have the density that the model simulates; notes in
-        what share of the calls, and how often that is to be tried again.
-        """
-        target = Target(
-            self.simulator.model, self.guide, self.simulator.args, self.simulator.kwargs
-        )
+    def _checked(self, few: JointDraws, state: dict[str, Any]) -> Proposal | None:
+        """Returns the proposal, if it draws at once, and by the density that the model simulates; None otherwise."""
+        state["tries"] -= 1
+        simulator = self.simulator
+        target = Target(simulator.model, self.guide, simulator.args, simulator.kwargs)
         try:
             proposal = Proposal.of(target, few.observed)
             if not all(map(_is_simulated, proposal.single.model.values())):
                 state["tries"] = 0
-            elif any(proposal.at_once(2)[1] is None for _ in range(_TRIES[0])):
-                state.setdefault("share", min(1.0, _WORK / elements_of_a_draw(proposal)))
+            elif proposal.difference(2) is None:
+                state.setdefault("share", min(1.0, WORK / elements_of_a_draw(proposal)))
                 state.setdefault("due", 0.0)
                 return proposal
         except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             pass
-        state["tries"] = max(0, state["tries"] - 1)
         return None
 
-    def _moved(
+    def _chain(
         self, proposal: Proposal, draws: JointDraws, at_once: int
-    ) -> tuple[dict[str, Tensor], float]:
-        """Returns the latents after the move, as they were where the model fails at one of the guide's draws, and the
-        share that moved; so many draws are made at a time.
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns the latents after steps of the chain, and which of the draws moved; none if the model fails.
+
+        Args:
+            proposal: the guide.
+            draws: joint draws.
+            at_once: draws of the guide in one run.
         """
-        latents, share = draws.latents, 0.0
+        draws = draws.to(self.simulator.device)
+        latents, moved = draws.latents, torch.zeros(draws.num, dtype=torch.bool)
         try:
             proposal = proposal.on(draws.observed)
             now = {
-                name: latents[name].reshape((1, draws.num) + shape)
+                name: latents[name].reshape((draws.num,) + shape)
                 for name, shape in proposal.shapes.items()
             }
-            weights = proposal.log_weights(now).nan_to_num(nan=-math.inf)
-            weights = weights.clamp(min=torch.finfo(weights.dtype).min)  # it was drawn
-            moved = torch.zeros_like(weights, dtype=torch.bool)
-            for made in range(self.num):
-                if made % at_once == 0:
-                    new, _ = proposal.at_once(at_once, checked=False)
-                this = slice(made % at_once, made % at_once + 1)
-                its = new.log_weights[this]
-                better = (its - weights > torch.rand_like(weights).log()) & its.isfinite()
-                weights, moved = torch.where(better, its, weights), moved | better
+            weights = proposal.log_weights({name: value[None] for name, value in now.items()})[0]
+            # A draw whose density underflows was drawn all the same.
+            weights = weights.nan_to_num(nan=-math.inf).clamp(min=torch.finfo(weights.dtype).min)
+            for i in range(self.num):
+                if i % at_once == 0:
+                    new = proposal.at_once(at_once)
+                proposed = new.log_weights[i % at_once]
+                accepted = proposed - weights > torch.rand_like(weights).log()
+                accepted &= proposed.isfinite()
+                weights = torch.where(accepted, proposed, weights)
                 for name, value in now.items():
-                    taken = better.reshape(better.shape + (1,) * (value.dim() - better.dim()))
-                    now[name] = torch.where(taken, new.values[name][this], value)
+                    wide = accepted.reshape((-1,) + (1,) * (value.dim() - 1))
+                    now[name] = torch.where(wide, new.values[name][i % at_once], value)
                 latents = {name: value.reshape(latents[name].shape) for name, value in now.items()}
-                share = float(moved.double().mean())
-                if share >= _MOVED or share < _WORTH:
+                moved = accepted.cpu() | moved
+                if not WORTH <= moved.double().mean() <= 1 - WORTH:
                     break
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError):
             pass
-        return latents, share
+        return latents, moved
 
 
 def _is_simulated(site: Any) -> bool:
@@ -187,5 +177,5 @@ def _is_simulated(site: Any) -> bool:
     masked = site["mask"] is not None or any(
         isinstance(fn, MaskedDistribution) for fn in layers(site["fn"])
     )
-    whole = bool(torch.as_tensor(site["scale"]).eq(1).all())
-    return whole and not site_is_factor(site) and (site["is_observed"] or not masked)
+    unscaled = bool(torch.as_tensor(site["scale"]).eq(1).all())
+    return unscaled and not site_is_factor(site) and (site["is_observed"] or not masked)

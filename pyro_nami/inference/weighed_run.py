@@ -17,10 +17,12 @@ from pyro_nami.program.runner import Runner
 __all__ = [
     "CHECK",
     "BadDensity",
+    "Weigh",
     "Weighed",
     "fault_of",
     "lost_draws",
     "summed",
+    "weighed",
     "weighed_run",
     "whole",
 ]
@@ -42,6 +44,10 @@ class Weighed(NamedTuple):
     log_p: dict[str, Tensor]
 
 
+# Runs guide and model of a target for an extent, at given values of latents; see `weighed`.
+Weigh = Callable[[Target, Extent, Mapping[str, Tensor]], Weighed]
+
+
 def summed(log_probs: Mapping[str, Tensor], extent: Extent) -> Tensor:
     total: Any = sum(per_draw(log_probs, extent).values())
     return total
@@ -55,7 +61,7 @@ def weighed_run(
     target: Target,
     extent: Extent,
     values: Mapping[str, Tensor] | None = None,
-    weigh: Callable | None = None,
+    weigh: Weigh | None = None,
 ) -> Weighed:
     """Runs the guide, at its own draws or at given values, and the model at the guide's; or what ``weigh`` does.
 
@@ -64,7 +70,7 @@ def weighed_run(
     Raises:
         BadDensity: a distribution refuses NaN of the guide.
     """
-    weigh, state = weigh or _weighed, rng_state()
+    weigh, state = weigh or weighed, rng_state()
     try:
         return weigh(target, extent, values or {})
     except ValueError as error:
@@ -112,7 +118,7 @@ def _filled(run: Weighed, lost: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Weighed:
+def weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Weighed:
     guide = target.run_guide(extent, Runner(values))
     # What the guide observes is no part of its density, but what it weights by a factor is.
     guide = {

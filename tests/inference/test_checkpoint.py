@@ -100,7 +100,6 @@ SESSIONS = {
         lambda: new(batch_size=lambda step: 20 if step > 4 else 8),
         lambda: {"data": Simulator(CHAIN, ZERO).draw(40), "refresh": 2},
     ),
-    "workers": (new, lambda: {"num_workers": 1}),
     "hand-written": (lambda: new(chain, guide=hand_written), dict),
     "varying arguments": (lambda: new_observed(moved), lambda: {"args": varying}),
 }
@@ -112,7 +111,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(name, tmp_path, monke
     if name == "rarely refreshed":
         monkeypatch.setattr(
             "pyro_nami.inference.latent_moves.elements_of_a_draw",
-            lambda *args: 2 * latent_moves._WORK,
+            lambda *args: 2 * latent_moves.WORK,
         )
     whole = make()
     history = fit(whole, 13, **options())

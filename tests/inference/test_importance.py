@@ -421,7 +421,7 @@ def test_a_chunk_is_one_run_of_the_guide(chunk_size, chunks):
 
 
 def test_the_default_chunk_is_made_for_the_number_of_elements(monkeypatch):
-    monkeypatch.setattr("pyro_nami.inference.importance._ELEMENTS", 120)
+    monkeypatch.setattr("pyro_nami.program.memory.MEMORY", 120 * 8)
     # 6 elements a draw and data set: mu in both, and y in four parts
     guide = counted(conjugate_normal_guide)
     data = {"y": torch.tensor(DATA_SETS[:2])}
