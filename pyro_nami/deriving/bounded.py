@@ -111,7 +111,7 @@ class LinearBernoulli(Expansion):
     def fit(self, sites: Mapping[str, Any]) -> None:
         slopes = self.take(sites, again=self.differentiable, whole=True)
         for name, slope in slopes.items():
-            shape = self.shapes[name]
+            shape = self.shape_of(name)
             prior: Any = innermost(self.priors[name])
             logits = prior.logits.expand(broadcast(slope.shape, shape))
             self.prior_logits[name] = logits.reshape(shape)

@@ -89,6 +89,8 @@ class FromConstants(JointGaussian):
         is_rounded: whether they are of another number of draws than this, of which rounding may be another.
     """
 
+    has_constants = False
+
     def __init__(
         self, *args: Any, constants: Constants, forget: Callable[[], None], is_rounded: bool = False
     ) -> None:
@@ -96,7 +98,7 @@ class FromConstants(JointGaussian):
         self._constants = constants
         self._forget = forget
         self._is_rounded = is_rounded
-        self.shapes, self.references = constants.shapes, constants.references
+        self.references = constants.references
 
     def choose(self, name: str, prior: Any) -> Tensor:
         value = self._constants.points[name]
@@ -107,6 +109,9 @@ class FromConstants(JointGaussian):
             self._forget()
             raise Changed
         return value
+
+    def shape_of(self, name: str) -> torch.Size:
+        return self._constants.shapes[name]
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         constants = self._constants
@@ -188,14 +193,13 @@ def constants_of(
         _constant_level(names, dict(zip(children, each)), factors, nesting)
         for names, each in zip(block.by_level, zip(*rows.values()))
     ]
-    return Constants(
-        points, block.shapes, references, dict(block.sizes), factors, scales, kept, levels
-    )
+    shapes = {name: block.shape_of(name) for name in points}
+    return Constants(points, shapes, references, dict(block.sizes), factors, scales, kept, levels)
 
 
 def _point(block: JointGaussian, name: str, phase: int) -> Tensor:
     """Returns an irregular value of a member, the same for the whole batch."""
-    prior, shape, dims = block.priors[name], block.shapes[name], _dims(block, name)
+    prior, shape, dims = block.priors[name], block.shape_of(name), _dims(block, name)
     reference = _first(block.references[name], dims)
     flat = block.flat.get(name)
     step = prior.stddev.detach().mean() if flat is None else flat.step()

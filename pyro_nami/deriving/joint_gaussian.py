@@ -48,6 +48,8 @@ class JointGaussian(SecondOrder):
         at: values of the members that offsets are from; by default the means of their priors.
     """
 
+    has_constants = True
+
     def __init__(
         self,
         group: ConjugateGroup,
@@ -140,7 +142,7 @@ class JointGaussian(SecondOrder):
 
     def _shaped(self, name: str, flat: Tensor) -> Tensor:
         """Returns numbers of a member's elements, ``(*batch, *plates, E)`` as `_flat` has them, in its shape."""
-        held = self._held(name, self.shapes[name])
+        held = self._held(name, self.shape_of(name))
         plates = 0 if self._is_lifted(name) else self.nesting
         flat = flat.flip(-1)
         return flat.reshape(flat.shape[: flat.dim() - 1 - plates] + held)
@@ -150,9 +152,10 @@ class JointGaussian(SecondOrder):
         found: dict[str, Tensor] = {}
 
         def choose(name: str, fn: Any) -> Tensor:
-            if isinstance(fn, BoxedNormal):
+            value = fn.rsample((draws,) if name == self._order[0] else ())
+            if isinstance(fn, BoxedNormal):  # which notes it as it draws
                 found[name] = fn.lost.mean(0) if fn.lost.dim() else fn.lost
-            return fn.rsample((draws,) if name == self._order[0] else ())
+            return value
 
         self.drawn(choose)
         return found
@@ -209,7 +212,7 @@ class JointGaussian(SecondOrder):
             scale = upper[..., 0].reciprocal().to(like).expand(loc.shape)
             normal = dist.Normal(loc.reshape(shape), scale.reshape(shape), validate_args=False)
             return normal.to_event(len(event_shape))
-        held = self._held(name, self.shapes[name])
+        held = self._held(name, self.shape_of(name))
         plates = len(held) - len(event_shape)
         loc, lower = loc.flip(-1), upper.flip(-1, -2).to(like)
         lead = loc.shape[: loc.dim() - 1 - plates]

@@ -66,6 +66,8 @@ class Newton(JointGaussian):
         Rue, Martino and Chopin 2009, Approximate Bayesian inference for latent Gaussian models.
     """
 
+    has_constants = False
+
     def __init__(self, *args: Any, is_probe: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kwargs = {**self._kwargs, "is_probe": is_probe}
@@ -202,7 +204,7 @@ class Newton(JointGaussian):
         children = self.take(sites, whole=True) if children is None else children
         own = self.take(sites, whole=True, parts=self.group.members)
         return {
-            name: (own[name] + slope).detach().expand(self.shapes[name])
+            name: (own[name] + slope).detach().expand(self.shape_of(name))
             for name, slope in children.items()
         }
 

@@ -237,7 +237,7 @@ class Refutation:
         reason = reason or ("" if here.reaches(sites) else _FLAT)
         for other in others.values():
             other.measure(run(other))
-            if not other.totals.isfinite().all():
+            if not other.measured.totals.isfinite().all():
                 return _NOT_FINITE
         return self._unexplained(group, here, others) or reason
 
@@ -256,9 +256,12 @@ class Refutation:
                 )
         for place, other in others.items():
             gain, size = here.gain(first, other)
-            off = (other.totals.sum() - first.totals.sum() - gain).abs()
+            off = (other.measured.totals.sum() - first.measured.totals.sum() - gain).abs()
             rounded = here.noise * (1 + size.sqrt())
-            if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size + rounded:
+            if (
+                not off
+                <= TOLERANCE**2 * first.measured.totals.sum().abs() + TOLERANCE * size + rounded
+            ):
                 return f"{what}: it is off by {off:.2g} nats {place}"
         return ""
 
@@ -274,12 +277,14 @@ class Refutation:
             is_data: whether these are the data that the guide is made for, so that its bounds are to hold the result.
         """
         at = functools.partial(JointGaussian, group, (1,) * self.nesting, self.nesting, False)
-        here, sites = _solved(at(at=self.starts(group)), run)
+        here = at(at=self.starts(group))
+        here, sites = _solved(here, run(here), run)
         if not here.is_finite():
             return here, {}, _NOT_FINITE
         reason = OPEN if here.undecided() else ""
         if not reason:
-            here, sites = _solved(here.moved_to(here.means()), run)
+            here = here.moved_to(here.means())
+            here, sites = _solved(here, run(here), run)
             told = [sites[name] for name in group.children if name in sites]
             here.noise = ROUNDED * max(map(_rounding, told))
             if not is_data and here.noise > 1.0:  # as rounding is all that there is to see
@@ -343,7 +348,7 @@ class Refutation:
             run(far := kind(away=1.0))
             if not near.explains_priors(far):
                 return _NOT_LINEAR
-        near, sites = _solved(near, run)
+        near, sites = _solved(near, sites, run)
         if near.runs >= MOST_RUNS:  # as numbers are too large, or there are edges
             return _NOT_FINITE
         if group.flat and (reason := OPEN if near.undecided() else self._cut(near)):
@@ -422,9 +427,8 @@ class Refutation:
         return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim" if wide else ""
 
 
-def _solved(near: Any, run: Run) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the last of the expansions that lead to a solution, and the sites of its run."""
-    sites = run(near)
+def _solved(near: Any, sites: Mapping[str, Any], run: Run) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the last of the expansions that lead to a solution, and the sites of its run, given the first."""
     while (following := near.solve(sites)) is not None:
         near, sites = following, run(following)
     return near, sites

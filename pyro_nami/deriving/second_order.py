@@ -108,7 +108,8 @@ class SecondOrder(Expansion):
             self._weights = {
                 name: torch.zeros_like(loc, requires_grad=True) for name, loc in locs.items()
             }
-            options["more"] = [(loc, self._weights[name]) for name, loc in locs.items()]
+            # as numbers, since a traced tensor's shape is none that autograd can compare
+            options["more"] = [(loc * self._weights[name]).sum() for name, loc in locs.items()]
         return super().take(sites, again=again, **options)
 
     def levels_of(self, sites: Mapping[str, Any], child: str) -> list[Level]:
@@ -141,7 +142,7 @@ class SecondOrder(Expansion):
 
     def _unit_offsets(self, name: str) -> Tensor:
         """Returns unit offsets of all elements, as offsets of a member: ``(offsets, *value)``."""
-        value, shape, first = self.values[name], self.shapes[name], self._first[name]
+        value, shape, first = self.values[name], self.shape_of(name), self._first[name]
         unit = torch.eye(self.num_offsets, dtype=value.dtype, device=value.device)
         unit = unit[:, first : first + self.sizes[name]].flip(-1)
         held = self._held(name, shape)
@@ -150,7 +151,7 @@ class SecondOrder(Expansion):
 
     def _columns(self, name: str, changes: Tensor, start: Tensor) -> Tensor:
         """Returns derivatives by offsets and, behind them, a value at 0: ``(*batch, *plates, E, columns)``."""
-        idle = (1,) * (len(self.shapes[name]) + 1 - changes.dim())
+        idle = (1,) * (len(self.shape_of(name)) + 1 - changes.dim())
         changes = changes.reshape(changes.shape[:1] + idle + changes.shape[1:])
         columns = torch.cat([self._flat(name, changes), self._flat(name, start).unsqueeze(0)])
         columns = columns if self.differentiable else columns.detach()
@@ -158,7 +159,7 @@ class SecondOrder(Expansion):
 
     def _prior_rows(self, name: str, moves: Tensor | None, begin: int) -> Tensor:
         """Returns S^-1 (x_k - B x - d), which has the prior N(0, I): ``(*batch, *plates, E, columns)``."""
-        base, shape = self._base(name), self.shapes[name]
+        base, shape = self._base(name), self.shape_of(name)
         own, after = self._first[name], self._first[name] + self.sizes[name]
         loc = base.loc - self.references[name]
         if moves is None:
@@ -231,7 +232,9 @@ class SecondOrder(Expansion):
     def explains(self, far: SecondOrder) -> bool:
         steps = self._steps_to(far)
         for i, (names, level) in enumerate(zip(self.by_level, self._levels)):
-            found = torch.cat([self._flat(name, far.slopes[name]).double() for name in names], -1)
+            found = torch.cat(
+                [self._flat(name, far.measured.slopes[name]).double() for name in names], -1
+            )
             terms = [
                 times(level.columns(other), step)
                 for other, step in zip(self._levels[i:], steps[i:])
@@ -289,11 +292,11 @@ class SecondOrder(Expansion):
         """Returns (g0 + g1) . (x1 - x0) / 2, which a quadratic gains, but not where autograd does not see slopes."""
         steps = {name: (far.values[name] - near.values[name]).detach() for name in self._first}
         terms = [
-            (step * (near.slopes[name] + far.slopes[name]) / 2).sum()
+            (step * (near.measured.slopes[name] + far.measured.slopes[name]) / 2).sum()
             for name, step in steps.items()
         ]
         sizes = [
-            (step * each.slopes[name]).abs().sum()
+            (step * each.measured.slopes[name]).abs().sum()
             for name, step in steps.items()
             for each in (near, far)
         ]
@@ -315,7 +318,7 @@ class SecondOrder(Expansion):
 
         The last comes first, as it is eliminated first.
         """
-        shape = self.shapes[name]
+        shape = self.shape_of(name)
         value = value.expand(broadcast(value.shape, shape))
         held = self._held(name, shape)
         batch = value.shape[: value.dim() - len(held)]

@@ -57,7 +57,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         expansion = _expansion_in(group, current, plan, call)
         solved = _solved(expansion, group, current, call, known)
     expansion, sites = solved
-    near = expansion if type(expansion) is JointGaussian else current.derived.near.get(group)
+    near = expansion if expansion.has_constants else current.derived.near.get(group)
     _check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {
@@ -314,7 +314,7 @@ def _keeps_constants(
         return False
     if not expansion.differentiable or torch.jit.is_tracing():
         return False
-    if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step
+    if not expansion.has_constants or expansion.xi:  # bounds change from step to step
         return False
     known, sizes = {**call.held, **values}, expansion.sizes
     with untouched(call.program.model):
