@@ -101,7 +101,7 @@ def in_turn(
             units = bounded.solve(first.run({**draw, **bounded.points}, bounded.until))
             assert isinstance(units, InTurn)
             units.solve(first.run({**draw, **units.points}, units.until))
-        return group._replace(vectorized=units.error() < TOLERANCE)
+        return group._replace(in_turn=units.error() < TOLERANCE)
     except Exception:  # noqa: BLE001  whatever a model does at several points
         return group
 

@@ -57,7 +57,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         expansion = _expansion_in(group, current, plan, call)
         solved = _solved(expansion, group, current, call, known)
     expansion, sites = solved
-    near = expansion if type(expansion) is JointGaussian else current.derived.near.get(group)
+    near = expansion if expansion.has_constants else current.derived.near.get(group)
     _check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {
@@ -154,7 +154,7 @@ def _constants_of_one(
     def run(values: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
         return call.run({**call.held, **first, **values}, until=until)
 
-    one = group._replace(vectorized=False), torch.Size((1,) * nesting), nesting
+    one = group, torch.Size((1,) * nesting), nesting
     following: Any = JointGaussian(*one, False, sizes=dict(sizes), at=at)
     with suppress(Changed), untouched(call.program.model):
         while following is not None:
@@ -271,9 +271,9 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
             "orders": {name: rules[name].order for name in group.members},
             "observed": observed,
         }
+    if group.has_mode:
+        options["is_probe"] = False
     expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
-    if isinstance(expansion, Newton):
-        expansion.is_probe = False
     for child in group.children if group.bound == "bounded" else ():
         if child in plan.bounds:
             expansion.xi[child] = softplus(
@@ -317,7 +317,7 @@ def _keeps_constants(
         return False
     if not expansion.differentiable or torch.jit.is_tracing():
         return False
-    if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step
+    if not expansion.has_constants or expansion.xi:  # bounds change from step to step
         return False
     known, sizes = {**call.held, **values}, expansion.sizes
     with untouched(call.program.model):

@@ -6,11 +6,9 @@ import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-import networkx as nx
-
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.finder import Finder
-from pyro_nami.deriving.refutation import OPEN
+from pyro_nami.deriving.finder import COMPILED, Finder
+from pyro_nami.deriving.refutation import OPEN, Refutation
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.first_latents import first_ones
@@ -39,10 +37,11 @@ def find_order(
     check_names("rules", first.options.rules, first.net.latent, "a latent site")
     finder = _finder(first, cut or {})
     inverse, order, interleaved, groups = _searched(first, finder)
-    refused = dict(finder.refused) if finder else {}
-    lost = set(finder.lost) if finder else set()
-    if finder:
-        _log_learned_modes(finder.moving.difference(groups))
+    refused = dict(finder.tests.refused) if finder else {}
+    lost = set(finder.tests.lost) if finder else set()
+    _log_learned_modes(
+        [name for name in refused if refused[name] == COMPILED and name not in groups]
+    )
     marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
     if marginal and flaw:
         told = refused.keys() & set(marginal.members)
@@ -59,7 +58,7 @@ def find_order(
     for name in improper:
         if name not in order or refused.get(name) == OPEN:
             raise ValueError(improper_posterior(name))
-    doubts = dict.fromkeys(finder.open if finder else (), "no mode of it was found")
+    doubts = dict.fromkeys(finder.tests.open if finder else (), "no mode of it was found")
     if flaw and marginal:
         doubts.update(dict.fromkeys(marginal.members, flaw))
     doubts = {name: doubts[name] for name in improper if name in doubts and name not in groups}
@@ -128,22 +127,17 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
     if not (options.anchor and options.exact and isinstance(given, Mapping)):
         return None
     own = {name: first.nodes[name]["value"] for name in first.net.sites if name in first.nodes}
-    seen = set().union(*(nx.ancestors(first.net.graph, name) for name in first.net.observed))
     return Finder(
+        tests=Refutation(first.plates.nesting, first.run, [own, *first.draws[:6]]),
         net=first.net,
         nodes=first.nodes,
         frames=first.frames,
-        nesting=first.plates.nesting,
         subsampled=first.plates.partial,
         unread=first.unread,
         excluded=_excluded(first),
-        predictive=set(first.net.latent) - seen,
-        read_masked=first.read_where_masked(),
         is_compiled=first.is_compiled,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
-        cut=cut,
-        run=first.run,
-        draws=[own, *first.draws[:6]],
+        bent=dict(cut),
     )
 
 
@@ -157,7 +151,12 @@ def _excluded(first: FirstCall) -> dict[str, str]:
     }
     learned = [name for name, rule in options.rules.items() if rule == "learned"]
     names = first.semi_observed.union(hidden, first.passing, learned, options.families or {})
-    return found | dict.fromkeys(names, "the options, or its role in the model, exclude it")
+    masked = dict.fromkeys(
+        first.read_where_masked(), "its prior is masked where something reads it"
+    )
+    return (
+        found | masked | dict.fromkeys(names, "the options, or its role in the model, exclude it")
+    )
 
 
 def _learned_order(first: FirstCall, inverse: Inverse) -> list[str]:
