@@ -132,6 +132,7 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
             **plan.factory,
         )
 
+    varying = options.mode is None and bool(plan.semi_observed)
     network = InverseNetwork(
         [*plan.bounds.values(), *(rule.factor for rule in plan.learned.values())],
         _standard(first, plan),
@@ -146,6 +147,7 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         ],
         latents=_positions(plan),
         simulated=options.simulated,
+        varying=varying,
         skip=options.skip,
         activation=options.activation or torch.tanh,
         factory=plan.factory,
@@ -153,11 +155,8 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
     if not network.simulated:
         for name, rule in plan.learned.items():
             network.places[name].set_units(options.init_scale, _anchor_scale(first, rule))
-        inside = first.plates.minibatched
-        network.set_offsets(_offset_plates(first, network))
-        for group in network.groups:
-            if not inside.isdisjoint(group.factors[0].batch):
-                group.vary()
+        if not varying:
+            network.set_offsets(_offset_plates(first, network))
     initial: dict[Hashable, Tensor] = {
         name: _initial(first, rule, network) for name, rule in plan.learned.items()
     }

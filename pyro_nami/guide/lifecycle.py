@@ -91,9 +91,6 @@ class LazyGuide(AutoGuide):
         plan, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
         self._plan, self.network = plan, network
         mode = self._options.mode or (Mode.AMORTIZED if plan.semi_observed else Mode.FIXED)
-        if mode is Mode.AMORTIZED and not network.simulated:
-            for group in network.groups:
-                group.vary()
         is_asked = self._options.mode is not None
         self._reader = CallReader(
             plan, self._options.covariates, self._options.index_maps, mode, is_asked
