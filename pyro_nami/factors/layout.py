@@ -147,7 +147,9 @@ class UnconstrainedLayout(Layout):
         super().__init__(support, event_shape, **options)
         self.free_shape = self.event_shape
         if self.bijection is not None:
-            self.free_shape = torch.Size(self.bijection.inverse_shape(self.event_shape))
+            # with the batch shape, which a transform may have itself
+            free = self.bijection.inverse_shape(self.batch_shape + self.event_shape)
+            self.free_shape = torch.Size(free[len(self.batch_shape) :])
         self.num_elements = math.prod(self.free_shape)
 
     def value(self, elements: Tensor) -> Tensor:
