@@ -44,12 +44,6 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-    if os.name == "posix":  # elsewhere folders cannot be opened
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:

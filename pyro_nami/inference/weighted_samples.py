@@ -187,21 +187,18 @@ class WeightedSamples:
             probabilities.shape + value.shape[1:]
         )
 
-    def resample(
-        self, num: int, generator: torch.Generator | None = None, *, smoothed: bool = True
-    ) -> dict[str, Tensor]:
+    def resample(self, num: int, *, smoothed: bool = True) -> dict[str, Tensor]:
         """Returns draws of equal weight, site -> ``(num, *data sets, *site shape)``, in random order.
 
         Each draw, of all sites together, comes up its expected number of times, rounded up or down; see `resampled`.
 
         Args:
             num: number of draws, with repetitions.
-            generator: random numbers, on the device of the weights; torch's own by default.
             smoothed: whether to resample by the smoothed weights.
         """
         if num < 1:
             raise ValueError(f"Expected num to be at least 1; got {num}.")
-        index = resampled(self._weights(smoothed).reshape(self.num_samples, -1), num, generator)
+        index = resampled(self._weights(smoothed).reshape(self.num_samples, -1), num)
         index = index.reshape(num, *self.log_weights.shape[1:])
         return {
             name: value.gather(0, _over(index, value).expand(num, *value.shape[1:]))
@@ -215,7 +212,7 @@ class WeightedSamples:
         log_weights = self.log_evidence.expand(num, *self.log_evidence.shape)
         return WeightedSamples(self.resample(num), log_weights, self.plates, pool)
 
-    def to_arviz(self, num: int | None = None, generator: torch.Generator | None = None) -> Any:
+    def to_arviz(self, num: int | None = None) -> Any:
         """Returns resampled draws as ArviZ's ``InferenceData`` (from 1.0 on xarray's ``DataTree``).
 
         One chain of draws of equal weight, with plates as named dims; a batch of data sets is the dim ``data_set``,
@@ -223,7 +220,6 @@ class WeightedSamples:
 
         Args:
             num: number of draws; as many as there are samples by default.
-            generator: as in `resample`.
 
         Raises:
             ImportError: ArviZ is not installed.
@@ -232,15 +228,14 @@ class WeightedSamples:
             import arviz
         except ImportError as error:
             raise ImportError("to_arviz needs ArviZ: pip install pyro-nami[arviz]") from error
-        drawn = self.resample(self.num_samples if num is None else num, generator)
+        drawn = self.resample(self.num_samples if num is None else num)
         named = {name: self._named(name, value) for name, value in drawn.items()}
         posterior = {name: value[None].cpu().numpy() for name, (value, _) in named.items()}
-        groups: Any = {"posterior": posterior}
-        options: Any = {"dims": {name: dims for name, (_, dims) in named.items()}}
+        dims = {name: names for name, (_, names) in named.items()}
         if "posterior" in inspect.signature(arviz.from_dict).parameters:  # before 1.0
-            result = arviz.from_dict(**groups, **options)
+            result = arviz.from_dict(posterior=posterior, dims=dims)
         else:
-            result = arviz.from_dict(groups, **options)
+            result = arviz.from_dict({"posterior": posterior}, dims=dims)
         for key in ("log_evidence", "log_evidence_error", "pareto_k", "effective_sample_size"):
             values = getattr(self, key).cpu().numpy()
             result["posterior"].attrs[key] = values.reshape(-1) if values.ndim else values.item()
@@ -336,7 +331,7 @@ def warn_of_bad(drawn: WeightedSamples, advice: str | None = None) -> None:
         )
 
 
-def resampled(weights: Tensor, num: int, generator: torch.Generator | None = None) -> Tensor:
+def resampled(weights: Tensor, num: int) -> Tensor:
     """Returns indices of draws ``(num, data sets)`` by their weights ``(draws, data sets)``, in random order.
 
     By systematic resampling (Kitagawa 1996, "Monte Carlo Filter and Smoother for Non-Gaussian Nonlinear State Space
@@ -344,12 +339,10 @@ def resampled(weights: Tensor, num: int, generator: torch.Generator | None = Non
     """
     cumulative = weights.double().T.cumsum(-1)
     cumulative = (cumulative / cumulative[:, -1:]).contiguous()
-    rows = len(cumulative)
-    options: Any = {"dtype": torch.float64, "device": weights.device, "generator": generator}
-    steps = torch.arange(num, dtype=torch.float64, device=weights.device)
-    positions = (steps + torch.rand(rows, 1, **options)) / num
-    index = torch.searchsorted(cumulative, positions, right=True).clamp(max=len(weights) - 1)
-    return index.gather(-1, torch.rand(rows, num, **options).argsort(-1)).T  # a random order
+    offset = torch.rand_like(cumulative[:, :1])
+    order = torch.rand_like(offset.expand(-1, num)).argsort(-1)
+    positions = (order + offset) / num
+    return torch.searchsorted(cumulative, positions, right=True).clamp(max=len(weights) - 1).T
 
 
 def _over(weights: Tensor, value: Tensor) -> Tensor:

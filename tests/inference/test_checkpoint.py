@@ -254,7 +254,7 @@ def test_the_bytes_are_on_the_disk_before_the_file_has_its_name(tmp_path, monkey
             os, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))
         )
     save_checkpoint(tmp_path / "c", {})
-    assert calls == ["fsync", "replace", "fsync"]
+    assert calls == ["fsync", "replace"]
 
 
 # ---- what is in it
