@@ -21,27 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_nami.networks import MaskedMLP, SeparateMLP
+from pyro_nami.networks import MaskedMLP
 
 RESULTS = Path(__file__).parent / "results" / "sampling.json"
 LIMIT = 4.0
-Network = MaskedMLP | SeparateMLP
 
 
-def autoregressive(
-    variables: int, hidden_features: tuple[int, ...], separate: bool = False
-) -> Network:
+def autoregressive(variables: int, hidden_features: tuple[int, ...]) -> MaskedMLP:
     """A network with two rows per variable that read the variables before it, weights random throughout."""
     dependency = torch.ones(variables, variables, dtype=torch.bool).tril(-1).repeat_interleave(2, 0)
     inputs, outputs = [0] + [1] * (variables - 1) + [1], [2] * variables + [0]
-    mlp: Network
-    if separate:
-        factors = [[row, row + 1] for row in range(0, 2 * variables, 2)]
-        mlp = SeparateMLP(
-            dependency, hidden_features, factors=factors, input_splits=inputs, output_splits=outputs
-        )
-    else:
-        mlp = MaskedMLP(dependency, hidden_features, input_splits=inputs, output_splits=outputs)
+    mlp = MaskedMLP(dependency, hidden_features, input_splits=inputs, output_splits=outputs)
     nn.init.normal_(mlp.output, std=0.01)
     return mlp
 
@@ -51,7 +41,7 @@ def draw(rows: Tensor) -> Tensor:
     return rows[:, :1] + rows[:, 1:].exp() * torch.randn(len(rows), 1)
 
 
-def sample_incremental(mlp: Network, batch: int) -> Tensor:
+def sample_incremental(mlp: MaskedMLP, batch: int) -> Tensor:
     """Samples of all variables, ``(batch, variables)``, by one pass in steps."""
     state: Any = mlp.start()
     x, values = torch.empty(batch, 0), []
@@ -62,7 +52,7 @@ def sample_incremental(mlp: Network, batch: int) -> Tensor:
     return torch.cat(values, -1)
 
 
-def sample_naive(mlp: Network, batch: int) -> Tensor:
+def sample_naive(mlp: MaskedMLP, batch: int) -> Tensor:
     """Samples of all variables by a dense pass for each one."""
     values = torch.zeros(batch, mlp.in_features)
     for variable in range(mlp.in_features):
@@ -128,14 +118,14 @@ def measure_large(
     return records
 
 
-def measure_tiny(repeats: int, calls: int, width: int = 32) -> list[dict]:
+def measure_tiny(repeats: int, calls: int, width: int = 32) -> dict[str, float]:
     """Microseconds of three advances and of single ones, one hidden layer, against a plain network of the size."""
-    records = []
     plain = nn.Sequential(nn.Linear(3, width), nn.SiLU(), nn.Linear(width, 6))
     x = torch.randn(1, 3)
     chunks = [x[:, :0], x[:, :1], x[:, 1:2]]
+    mlp = autoregressive(3, (width,))
 
-    def steps(mlp: Network) -> Tensor:
+    def steps() -> Tensor:
         state: Any = mlp.start()
         total = torch.zeros(())
         for step, chunk in enumerate(chunks):
@@ -146,33 +136,26 @@ def measure_tiny(repeats: int, calls: int, width: int = 32) -> list[dict]:
     def backward(function: Callable[[], Tensor]) -> None:
         function().sum().backward()
 
-    for separate in (False, True):
-        mlp = autoregressive(3, (width,), separate)
-        states: list[Any] = [mlp.start()]
-        for step, chunk in enumerate(chunks[:2]):
-            states.append(states[-1].advance(chunk, step + 1)[1])
-        functions: dict[str, Callable[[], object]] = {
-            "plain": partial(plain, x),
-            "dense": partial(mlp, x),
-            "start": mlp.start,
-            **{
-                f"advance {step}": partial(states[step].advance, chunks[step], step + 1)
-                for step in range(3)
-            },
-            "three steps": partial(steps, mlp),
-            "plain, backward": partial(backward, partial(plain, x)),
-            "dense, backward": partial(backward, partial(mlp, x)),
-            "three steps, backward": partial(backward, partial(steps, mlp)),
-        }
-        seconds = medians(functions, repeats, calls)
-        microseconds = {name: 1e6 * value for name, value in seconds.items()}
-        records.append(
-            {"network": type(mlp).__name__, "width": width, "microseconds": microseconds}
-        )
-    return records
+    states: list[Any] = [mlp.start()]
+    for step, chunk in enumerate(chunks[:2]):
+        states.append(states[-1].advance(chunk, step + 1)[1])
+    functions: dict[str, Callable[[], object]] = {
+        "plain": partial(plain, x),
+        "dense": partial(mlp, x),
+        "start": mlp.start,
+        **{
+            f"advance {step}": partial(states[step].advance, chunks[step], step + 1)
+            for step in range(3)
+        },
+        "three steps": steps,
+        "plain, backward": partial(backward, partial(plain, x)),
+        "dense, backward": partial(backward, partial(mlp, x)),
+        "three steps, backward": partial(backward, steps),
+    }
+    return {name: 1e6 * value for name, value in medians(functions, repeats, calls).items()}
 
 
-def report(large: list[dict], tiny: list[dict]) -> None:
+def report(large: list[dict], tiny: dict[str, float]) -> None:
     """Prints both tables."""
     print(
         f"{'hidden':>14} {'gradient':>8} {'dense ms':>9} {'steps ms':>9} {'ratio':>6} {'naive':>7}   (limit {LIMIT})"
@@ -185,12 +168,9 @@ def report(large: list[dict], tiny: list[dict]) -> None:
             f"{hidden:>14} {record['gradient']!s:>8} {1e3 * seconds['dense']:9.1f} "
             f"{1e3 * seconds['incremental']:9.1f} {ratio['incremental']:6.2f} {naive}"
         )
-    print(
-        f"\n{'3 inputs, width 32, microseconds':<34}"
-        + "".join(f"{record['network']:>14}" for record in tiny)
-    )
-    for name in tiny[0]["microseconds"]:
-        print(f"{name:<34}" + "".join(f"{record['microseconds'][name]:14.1f}" for record in tiny))
+    print("\n3 inputs, width 32, microseconds")
+    for name, microseconds in tiny.items():
+        print(f"{name:<34}{microseconds:14.1f}")
 
 
 def main() -> None:

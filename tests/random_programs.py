@@ -748,7 +748,7 @@ def _options(draw: random.Random, program: Program) -> dict[str, Any]:
         "exact": [False],
         "evidence": [False],
         "covariates": [None],
-        "pooling": ["sum", "max", "attention"],
+        "pooling": ["attention"],
         "init_scale": [0.5],
     }
     options.update(

@@ -16,7 +16,7 @@ from pyro_nami.amortize.data_distance import SimulatedData
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.amortize.soap import SOAP
 from pyro_nami.amortize.truncated_rounds import next_round
-from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily, flow
+from pyro_nami.factors.unconstrained import flow
 from pyro_nami.guide.misfits import RANKED
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.batches import as_draws
@@ -320,11 +320,11 @@ def _plain(
         elif not simulator.vectorized and not options and guide.num_parameters:
             # as the model cannot be run for many simulations at once
             given_up = {"exact": False, "anchor": False}
-    families = {name: type(rule.family) for name, rule in guide._made().learned.items()}
+    families = {name: rule.family for name, rule in guide._made().learned.items()}
     learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
     return (
         guide,
-        [name for name in learned if families[name] in (NormalFamily, SinhArcsinhFamily)],
+        [name for name in learned if families[name].locations],
         options,
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 __all__ = ["JOINT_DENSITY", "JOINT_TARP", "Calibration", "calibrate", "listed"]
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,23 +22,21 @@ from tqdm import tqdm
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.checking.plots import RankPanel, plot_ranks
 from pyro_nami.checking.rank_tests import JOINT_DENSITY, JOINT_TARP, Verdict, ecdf_tests, verdicts
-from pyro_nami.checking.simulations import finite_draws, seeded
+from pyro_nami.checking.simulations import finite_draws, guide_and_arguments, seeded
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.scaled_coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import with_drawn_data
-from pyro_nami.inference.target import Target, bind, in_one_line
+from pyro_nami.inference.target import Extent, Target, bind, in_one_line
 from pyro_nami.messages import aligned
 from pyro_nami.program.runner import Runner, takes_observations
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# draws of the guide in one call, over data sets, unless the caller says how many
-_ROWS_A_CALL = 2**15
-# weighted draws, as a posterior gives by default; at least for each resampled one
-_WEIGHTED, _CANDIDATES = 1000, 10
-_REFERENCE_FEATURES = 256  # coordinates of the data, at most, that a reference point depends on
+DRAWS_AT_ONCE = 2**15  # of the guide, over data sets; bounds memory
+# weighted draws of a posterior for each resampled one: of fewer, many would be the same
+WEIGHTED_PER_DRAW = 10
 
 
 @dataclass(frozen=True)
@@ -133,8 +130,8 @@ class Calibration:
         """Draws the ranks of some sites, with the bands that calibrated ones stay in.
 
         Args:
-            kind: ``"ranks"`` (histograms), ``"ecdf"`` (difference to the uniform distribution function),
-                ``"coverage"`` (of central intervals) or ``"tarp"`` (all latents together).
+            kind: ``"ranks"`` (histograms), ``"ecdf"`` (difference to the uniform distribution function) or
+                ``"coverage"`` (of central intervals; of ``sites=["joint TARP"]``, of balls).
             sites: which to draw; by default the 12 with the smallest p-values, in model order.
 
         Raises:
@@ -197,9 +194,9 @@ def calibrate(
     projections of the data, so that a guide that ignores its data is found as well.
 
     Args:
-        model, guide: of which the guide takes ``observations={site: value}``, with batch dims left of the plates. A
-            posterior of `amortize` in place of a guide is judged by draws that are resampled from 1,000 weighted ones,
-            or ten times as many.
+        model: a Pyro model.
+        guide: takes ``observations={site: value}``, with batch dims left of the plates. A posterior of `amortize` in
+            place of a guide is judged by draws that are resampled from ten times as many weighted ones.
         *args, **kwargs: the model's arguments, by default the posterior's. Data among them is simulated anew.
         num_datasets: data sets; 1000 find sds that are off by 10 to 20%, and locations off by 0.2 sds.
         num_draws: draws of the guide for each data set.
@@ -219,10 +216,7 @@ def calibrate(
         et al. 2023, "Sampling-based accuracy testing of posterior estimators for general inference" (TARP).
     """
     posterior = guide if isinstance(guide, AmortizedPosterior) else None
-    if posterior is not None:
-        guide = posterior.guide
-        args = args or posterior.args
-        kwargs = {**posterior.kwargs, **kwargs}
+    guide, args, kwargs = guide_and_arguments(guide, args, kwargs)
     _check_options(
         guide, level, num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size
     )
@@ -232,51 +226,59 @@ def calibrate(
         simulator = Simulator(model, args, kwargs, names)
         bind(guide, model, simulator.model)
         truth, skipped = finite_draws(simulator, num_datasets)
-        forms = site_forms(simulator)
-        coordinates = Coordinates(truth.latents, forms)
-        points = _reference_points(truth.observed, forms, coordinates(truth.latents))
-        size = chunk_size or max(
-            1, _ROWS_A_CALL // (num_draws if posterior is None else _weighted(num_draws))
-        )
-        target = replace(simulator.target, guide=guide)
-        ranks_of = functools.partial(_chunk_ranks, target, posterior, num_draws, coordinates)
-        try:
-            found = _ranks_by_chunk(ranks_of, truth, points, size, progress)
-        except Exception as error:
-            if simulator.vectorized:
-                raise
-            raise ValueError(
-                "Expected a model that can be run for many draws at once, as this guide runs it for its own: "
-                f"{in_one_line(error)}. Write the model for batch dims on the left, `w @ X.mT` for `X @ w` say, or "
-                "make the guide with exact=False, anchor=False, which does without."
-            ) from error
-    joint = {name: found[name] for name in (JOINT_DENSITY, JOINT_TARP) if name in found}
-    ranks = {
-        name: found[name].reshape(-1, *forms[name].shape) for name in truth.latents if name in found
-    }
-    absent = tuple(name for name in truth.latents if name not in found)
+        ranks = _ranks_of_all(simulator, guide, posterior, truth, num_draws, chunk_size, progress)
+    joint = {name: ranks.pop(name) for name in (JOINT_DENSITY, JOINT_TARP) if name in ranks}
+    absent = tuple(name for name in truth.latents if name not in ranks)
     return Calibration(ranks, joint, num_draws, level, skipped, absent)
 
 
-def _ranks_by_chunk(
-    ranks_of: Callable[[JointDraws, Tensor], dict[str, Tensor]],
+def _ranks_of_all(
+    simulator: Simulator,
+    guide: Callable,
+    posterior: AmortizedPosterior | None,
     truth: JointDraws,
-    points: Tensor,
-    size: int,
+    num_draws: int,
+    chunk_size: int | None,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """Returns the ranks of all true draws, found for ``size`` data sets at a time."""
+    """Returns the ranks of the latents ``(data sets, *site shape)`` and of the joint tests ``(data sets,)``."""
+    forms = site_forms(simulator)
+    coordinates = Coordinates(truth.latents, forms)
+    points = _reference_points(truth.observed, forms, coordinates(truth.latents))
+    target = replace(simulator.target, guide=guide)
+    if chunk_size is None:
+        weighted = num_draws if posterior is None else WEIGHTED_PER_DRAW * num_draws
+        chunk_size = max(1, DRAWS_AT_ONCE // weighted)
     parts = []
-    with tqdm(total=truth.num, desc="data sets", delay=1, leave=False, disable=not progress) as bar:
-        for rows in torch.arange(truth.num, device=points.device).split(size):
-            parts.append(ranks_of(truth.select(rows), points[rows]))
-            bar.update(len(rows))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _weighted(num_draws: int) -> int:
-    """Returns how many weighted draws to resample from: too few say the same of all that are taken from them."""
-    return max(_WEIGHTED, _CANDIDATES * num_draws)
+    try:
+        with tqdm(
+            total=truth.num, desc="data sets", delay=1, leave=False, disable=not progress
+        ) as bar:
+            for rows in torch.arange(truth.num, device=points.device).split(chunk_size):
+                part = truth.select(rows)
+                extent = target.extent(num_draws, slice(0, part.num))._replace(data=part.observed)
+                if posterior is None:
+                    draws = _guide_draws(target.run_guide(extent, Runner({})), num_draws, part)
+                else:
+                    draws = _posterior_draws(posterior, num_draws, part)
+                ranks = {name: _ranks(draws[name], part.latents[name], name) for name in draws}
+                if len(draws) == len(part.latents):
+                    ranks |= _joint_ranks(target, extent, draws, part, coordinates, points[rows])
+                parts.append(ranks)
+                bar.update(len(rows))
+    except Exception as error:
+        if simulator.vectorized:
+            raise
+        raise ValueError(
+            "Expected a model that can be run for many draws at once, as this guide runs it for its own: "
+            f"{in_one_line(error)}. Write the model for batch dims on the left, `w @ X.mT` for `X @ w` say, or "
+            "make the guide with exact=False, anchor=False, which does without."
+        ) from error
+    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {
+        name: ranks.reshape(-1, *forms[name].shape) if name in forms else ranks
+        for name, ranks in found.items()
+    }
 
 
 def _check_options(guide: Callable, level: float, **counts: int | None) -> None:
@@ -292,40 +294,37 @@ def _check_options(guide: Callable, level: float, **counts: int | None) -> None:
         )
 
 
-def _chunk_ranks(
+def _joint_ranks(
     target: Target,
-    posterior: AmortizedPosterior | None,
-    num_draws: int,
-    coordinates: Coordinates,
+    extent: Extent,
+    draws: Mapping[str, Tensor],
     truth: JointDraws,
+    coordinates: Coordinates,
     points: Tensor,
 ) -> dict[str, Tensor]:
-    """Returns ranks on some data sets, of the latents that the guide has, and if it has all by the joint tests."""
-    extent = target.extent(num_draws, slice(0, truth.num))._replace(data=truth.observed)
-    if posterior is None:
-        draws = _guide_draws(target.run_guide(extent, Runner({})), num_draws, truth)
-    else:
-        with warnings.catch_warnings():
-            # as some are by chance
-            warnings.filterwarnings("ignore", ".*outside the model's simulations")
-            found = posterior(truth.observed, _weighted(num_draws), progress=False).resample(
-                num_draws
-            )
-        draws = {
-            name: found[name].reshape(num_draws, *true.shape)
-            for name, true in truth.latents.items()
-        }
-    ranks = {name: _ranks(value, truth.latents[name], name) for name, value in draws.items()}
-    if len(draws) == len(truth.latents):
-        drawn, true = coordinates(draws, 2), coordinates(truth.latents)
-        drawn, true = ((x - points).square().sum(-1) for x in (drawn, true))
-        ranks[JOINT_TARP] = _ranks(drawn, true, JOINT_TARP)
-        if hasattr(target.guide, "log_prob"):
-            drawn, true = (
-                target.guide_log_prob(extent, values) for values in (draws, truth.latents)
-            )
-            ranks[JOINT_DENSITY] = _ranks(-drawn, -true, JOINT_DENSITY)
+    """Returns the ranks of all latents together, on some data sets, by TARP and, if it has one, the guide's density."""
+    drawn = (coordinates(draws, 2) - points).square().sum(-1)
+    true = (coordinates(truth.latents) - points).square().sum(-1)
+    ranks = {JOINT_TARP: _ranks(drawn, true, JOINT_TARP)}
+    if hasattr(target.guide, "log_prob"):
+        drawn = -target.guide_log_prob(extent, draws)
+        true = -target.guide_log_prob(extent, truth.latents)
+        ranks[JOINT_DENSITY] = _ranks(drawn, true, JOINT_DENSITY)
     return ranks
+
+
+def _posterior_draws(
+    posterior: AmortizedPosterior, num_draws: int, truth: JointDraws
+) -> dict[str, Tensor]:
+    """Returns draws of the latents, resampled from weighted ones, ``(num_draws, data sets, *plates, *event)``."""
+    with warnings.catch_warnings():
+        # as some are by chance
+        warnings.filterwarnings("ignore", ".*outside the model's simulations")
+        found = posterior(truth.observed, WEIGHTED_PER_DRAW * num_draws, progress=False)
+    drawn = found.resample(num_draws)
+    return {
+        name: drawn[name].reshape(num_draws, *true.shape) for name, true in truth.latents.items()
+    }
 
 
 def _guide_draws(sites: Mapping[str, Any], num_draws: int, truth: JointDraws) -> dict[str, Tensor]:
@@ -367,10 +366,5 @@ def _reference_points(
     TARP holds for any reference points that do not depend on the true latents.
     """
     features = Coordinates(data, forms)(data)
-    features = features[
-        :, torch.randperm(features.shape[1], device=features.device)[:_REFERENCE_FEATURES]
-    ]
-    weights = torch.randn(
-        features.shape[1], latents.shape[1], dtype=features.dtype, device=features.device
-    )
-    return features @ weights / features.shape[1] ** 0.5
+    num = features.shape[1]
+    return features @ features.new_empty(num, latents.shape[1]).normal_(std=num**-0.5)

@@ -17,15 +17,8 @@ from torch import Tensor
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.checking.calibration import Calibration, calibrate, listed
 from pyro_nami.checking.misspecification import Misspecification, compare, observed_data
-from pyro_nami.checking.plots import (
-    draw_data,
-    draw_efficiency,
-    draw_losses,
-    draw_pareto,
-    draw_worst,
-    plot_all,
-)
-from pyro_nami.checking.simulations import seeded
+from pyro_nami.checking.plots import BAD, INK, draw_histogram, draw_losses, draw_worst, plot_all
+from pyro_nami.checking.simulations import guide_and_arguments, seeded
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.observations import as_mapping, observed_names
@@ -37,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_TOLERATED = 0.1  # share of data sets whose k-hat may be above the limit
+MAX_UNRELIABLE = 0.1  # share of data sets whose k-hat may be above the limit
 _REMEDY = (
     "Train longer, on fresh simulations in every step, with wider networks (hidden_features=) or richer families "
     "(families='flow')."
@@ -86,10 +79,15 @@ class Diagnosis:
     @cached_property
     def checks(self) -> list[Check]:
         """Its parts, in order."""
-        losses = None if self.losses is None else _training(self.losses, self.validation)
-        data = None if self.misspecification is None else _data(self.misspecification)
-        found = losses, _calibration(self.calibration), self._weights(), data
-        return [check for check in found if check is not None]
+        checks = [_calibration(self.calibration)]
+        if self.losses is not None:
+            checks.insert(0, _training(self.losses, self.validation))
+        if self.effective_sample_size is not None and self.pareto_k is not None:
+            shares = self.effective_sample_size / self.num_samples
+            checks.append(_weights(shares, self.pareto_k, self.num_samples, self.unreliable))
+        if self.misspecification is not None:
+            checks.append(_data(self.misspecification))
+        return checks
 
     @property
     def problems(self) -> dict[str, str]:
@@ -123,26 +121,6 @@ class Diagnosis:
         advice = "".join(f"\n- {problem}: {advice}" for problem, advice in self.problems.items())
         return "\n\n".join([self.summary + advice, *(check.text for check in self.checks)])
 
-    def _weights(self) -> Check | None:
-        if self.effective_sample_size is None or self.pareto_k is None:
-            return None
-        shares = self.effective_sample_size / self.num_samples
-        k = self.pareto_k
-        unreliable = self.unreliable
-        text = (
-            f"Importance sampling: {len(k):,} data sets, {self.num_samples:,} draws each\n"
-            f"  effective sample size / draws: median {float(shares.median()):.0%}, lowest {float(shares.min()):.0%}\n"
-            f"  Pareto k-hat: median {float(k.median()):.2f}, above {K_MAX} for {unreliable:.0%}"
-        )
-        drawings = {
-            "Importance sampling: efficiency": partial(
-                draw_efficiency, shares=shares.cpu().numpy()
-            ),
-            "Importance sampling: Pareto k": partial(draw_pareto, k=k.cpu().numpy(), limit=K_MAX),
-        }
-        problem = f"importance weights (k-hat above {K_MAX} for {unreliable:.0%} of data sets)"
-        return Check(text, drawings, problem if unreliable > _TOLERATED else "", _REMEDY)
-
 
 def _training(losses: Sequence[float], validation: Sequence[tuple[int, float]]) -> Check:
     tail = max(1, len(losses) // 10)
@@ -166,16 +144,47 @@ def _calibration(found: Calibration) -> Check:
     return Check(str(found), drawings, problem, _REMEDY)
 
 
-def _data(found: Misspecification) -> Check:
-    passed, distances = found.passed, found.simulated.cpu().numpy()
-    draw = partial(
-        draw_data,
-        simulated=distances,
-        distance=found.distance,
-        p_value=found.p_value,
-        passed=passed,
+def _weights(shares: Tensor, k: Tensor, num_samples: int, unreliable: float) -> Check:
+    """Returns the check of importance weights: the share of draws that are effective, and k-hat, by data set."""
+    median = float(shares.median())
+    text = (
+        f"Importance sampling: {len(k):,} data sets, {num_samples:,} draws each\n"
+        f"  effective sample size / draws: median {median:.0%}, lowest {float(shares.min()):.0%}\n"
+        f"  Pareto k-hat: median {float(k.median()):.2f}, above {K_MAX} for {unreliable:.0%}"
     )
-    problem = "" if passed else "data far outside the simulations"
+    drawings = {
+        "Importance sampling: efficiency": partial(
+            draw_histogram,
+            values=shares.cpu().numpy(),
+            x_label="effective sample size / draws",
+            place=median,
+            label=f"median {median:.0%}",
+            limits=(0.0, 1.0),
+        ),
+        "Importance sampling: Pareto k": partial(
+            draw_histogram,
+            values=k.clamp(-0.5, 1.5).cpu().numpy(),
+            x_label="Pareto k (ends of the axis: and beyond)",
+            place=K_MAX,
+            label=f"above {K_MAX}: {unreliable:.0%}",
+            color=BAD,
+            limits=(-0.5, 1.5),
+        ),
+    }
+    problem = f"importance weights (k-hat above {K_MAX} for {unreliable:.0%} of data sets)"
+    return Check(text, drawings, problem if unreliable > MAX_UNRELIABLE else "", _REMEDY)
+
+
+def _data(found: Misspecification) -> Check:
+    draw = partial(
+        draw_histogram,
+        values=found.simulated.cpu().numpy(),
+        x_label="distance from the simulations' center",
+        place=found.distance,
+        label=f"the data, p = {found.p_value:.2g}",
+        color=INK if found.passed else BAD,
+    )
+    problem = "" if found.passed else "data far outside the simulations"
     return Check(str(found), {"Data against simulations": draw}, problem, _EXTRAPOLATED)
 
 
@@ -215,34 +224,28 @@ def diagnose(
     Raises:
         TypeError: no model is given, and the guide has none.
     """
-    judged = guide
     model = getattr(guide, "model", None) if model is None else model
-    if isinstance(guide, AmortizedPosterior):
-        args = args or guide.args
-        kwargs = {**guide.kwargs, **kwargs}
-        history = history or guide.history
-        guide = guide.guide
     if not callable(model):
         raise TypeError("Expected a guide with a model, or model=...; got neither.")
+    if history is None:
+        history = guide.history if isinstance(guide, AmortizedPosterior) else History()
+    proposal, args, kwargs = guide_and_arguments(guide, args, kwargs)
     given = as_mapping(observations)
-    names = observed_names(observed, guide, given)
+    names = observed_names(observed, proposal, given)
     with seeded(seed), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The importance weights are")  # it says so itself
         simulator = Simulator(model, args, kwargs, names)
         data = {**observed_data(simulator), **given}
         compared = compare(simulator, data) if data.keys() >= set(simulator.observed) else None
-        options: dict[str, Any] = {
-            "num_datasets": num_datasets,
-            "num_draws": num_draws,
-            "progress": progress,
-        }
-        calibration = calibrate(model, judged, *args, observed=names, **options, **kwargs)
+        options: dict[str, Any] = {"num_datasets": num_datasets, "num_draws": num_draws}
+        options |= {"observed": names, "progress": progress, **kwargs}
+        calibration = calibrate(model, guide, *args, **options)
         size = k = None
         if not isinstance(model, SimulatorModel):
             # calibrate has judged how many are not finite
             simulated = simulator.draw(num_weighted).finite()[0].observed
             weighted = importance_sample(
-                model, guide, *args, num_samples=num_samples, observations=simulated, **kwargs
+                model, proposal, *args, num_samples=num_samples, observations=simulated, **kwargs
             )
             size, k = weighted.effective_sample_size, weighted.pareto_k
     return Diagnosis(
@@ -250,7 +253,7 @@ def diagnose(
         size,
         k,
         num_samples,
-        losses=list(history.losses) if history is not None and history.losses else None,
-        validation=() if history is None else tuple(history.validation),
-        misspecification=compared,
+        list(history.losses) or None,
+        tuple(history.validation),
+        compared,
     )

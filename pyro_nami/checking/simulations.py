@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-__all__ = ["finite_draws", "seeded"]
+__all__ = ["finite_draws", "guide_and_arguments", "seeded"]
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
 
+from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import forked_rng
 
 # share of simulations that may be NaN or infinite: those with finite data keep their posterior
-_TOLERATED = 0.95
+MAX_SKIPPED = 0.95
+
+
+def guide_and_arguments(
+    guide: Callable | AmortizedPosterior, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Callable, tuple, dict[str, Any]]:
+    """Returns a guide and the model's arguments, by default those of a posterior of `amortize`."""
+    if isinstance(guide, AmortizedPosterior):
+        return guide.guide, args or guide.args, {**guide.kwargs, **kwargs}
+    return guide, args, kwargs
 
 
 @contextmanager
@@ -38,7 +49,7 @@ def finite_draws(simulator: Simulator, num: int) -> tuple[JointDraws, int]:
     skipped = num - kept.num
     if bad:
         share = f"{skipped} of {num} simulations with NaN or infinite values, first at site '{next(iter(bad))}'"
-        if skipped > _TOLERATED * num:
+        if skipped > MAX_SKIPPED * num:
             raise ValueError(f"Expected a model whose simulations are finite; got {share}.")
         warn(f"Left out {share}.")
     return kept, skipped

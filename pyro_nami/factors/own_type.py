@@ -1,99 +1,23 @@
-"""Families of the model's own distribution type: of discrete and relaxed sites, and the family ``"match"``."""
+"""The family of the model's own distribution type: of discrete and relaxed sites, and ``"match"``."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.elements import Elements, OwnElements
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.types import TYPES, Row
+from pyro_nami.factors.links import RANGE
+from pyro_nami.factors.types import TYPES, Row, num_classes
 from pyro_nami.factors.wrappers import innermost, through_wrappers
 
-__all__ = ["AdditiveFamily", "OwnTypeFamily"]
-
-# Far beyond what a draw can show, and finite: a prior that excludes a value keeps finite gradients.
-_RANGE = 100.0
+__all__ = ["OwnTypeFamily"]
 
 
 class OwnTypeFamily(Family):
-    """A factor of the prior's own type: its parameters are link functions of raw ones. There is no anchor.
-
-    `initial` puts mean or median at the value, and the spread near the scale unless there is but one parameter.
-
-    Example:
-        >>> prior = torch.distributions.Gamma(torch.tensor(2.0), torch.tensor(1.0))
-        >>> OwnTypeFamily("z", prior, torch.tensor(1.5)).initial(torch.tensor(1.5), 0.1).shape
-        torch.Size([1, 2])
-    """
-
-    def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
-        leaf: Any = innermost(prior)
-        kind = next(
-            (kind for kind in type(leaf).__mro__ if kind in TYPES and TYPES[kind].make), None
-        )
-        if kind is None:
-            known = ", ".join(sorted({kind.__name__ for kind, row in TYPES.items() if row.start}))
-            raise NotImplementedError(
-                f'Expected at site "{name}" one of the types {known} for the family "match"; got '
-                f'{type(leaf).__name__}. Give the site the family "normal", or add one with register_family.'
-            )
-        self._kind = kind  # the key, not the row: functions in it do not pickle
-        self.num_params = (
-            (leaf.event_shape or leaf.logits.shape)[-1]
-            if self._row.vector
-            else len(self._row.links)
-        )
-        self.has_rsample = leaf.has_rsample
-        options: dict[str, Any] = {"element_ndims": len(leaf.event_shape)}
-        if leaf.support.is_discrete:
-            num_classes = self.num_params if self._row.classes else None
-            options.update(num_classes=num_classes, dtype=self._raw_of(leaf).dtype)
-        self.layout_type = functools.partial(self._row.layout_type, **options)
-        super().__init__(name, prior, value)
-        self.num_features = self.layout.num_features
-
-    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        elements = self.layout.elements(value)
-        shape = elements.shape[: elements.dim() - len(self.layout.element_shape)]
-        scale = torch.as_tensor(scale, dtype=value.dtype, device=value.device).expand(shape)
-        assert self._row.start is not None
-        return self._stacked(self._row.start(elements, scale))
-
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return self._make(params)
-
-    def _make(self, params: Tensor, *given: Tensor) -> Elements:
-        row = self._row
-        raw = [params] if row.vector else params.unbind(-1)
-        parameters = {name: link.of_raw(part) for (name, link), part in zip(row.links.items(), raw)}
-        if row.given is not None:
-            (parameters[row.given],) = given
-        assert row.make is not None
-        if isinstance(row.make, type) and issubclass(row.make, Elements):
-            return row.make(**parameters)
-        return OwnElements(row.make(**parameters, validate_args=False))  # type: ignore[call-arg, arg-type]
-
-    def _raw_of(self, leaf: Any) -> Tensor:
-        """Returns the raw parameters ``(*batch, k)`` of a distribution of this type."""
-        return self._stacked(
-            [link.raw_of(getattr(leaf, name)) for name, link in self._row.links.items()]
-        )
-
-    def _stacked(self, raw: Sequence[Tensor]) -> Tensor:
-        return raw[0] if self._row.vector else torch.stack(torch.broadcast_tensors(*raw), -1)
-
-    @property
-    def _row(self) -> Row:
-        return TYPES[self._kind]
-
-
-class AdditiveFamily(OwnTypeFamily):
     """A factor of the prior's own type at raw parameters = the prior's + the network's: at zero it is the prior.
 
     So `initial` starts from the prior, whatever the value; without an anchor, from the prototype's, averaged over its
@@ -101,29 +25,40 @@ class AdditiveFamily(OwnTypeFamily):
 
     Example:
         >>> prior = torch.distributions.Poisson(torch.tensor(2.0))
-        >>> family = AdditiveFamily("n", prior, torch.tensor(1.0))
-        >>> family.elements(torch.tensor([[3.0]]).log(), family.anchor(prior)).distribution.mean.round()  # 2 * 3
+        >>> family = OwnTypeFamily("n", prior, torch.tensor(1.0))
+        >>> family.elements(torch.tensor([[3.0]]).log(), family.anchor(prior)).mean.round()  # 2 * 3
         tensor([6.])
     """
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
+        leaf: Any = innermost(prior)
+        # the key, not the row: functions in it do not pickle
+        self._kind = next(kind for kind in type(leaf).__mro__ if kind in TYPES)
+        raw = self._raw_of(leaf)
+        self.num_params = raw.shape[-1]
+        self.has_rsample = leaf.has_rsample
+        self.layout_type = functools.partial(
+            self._row.layout_type,
+            element_ndims=len(leaf.event_shape),
+            num_classes=num_classes(leaf),
+            dtype=raw.dtype,
+        )
         super().__init__(name, prior, value)
         self.varies = self.varies or self._row.given is not None
         with torch.no_grad():
             raw = self._raw(prior)
             self._start = raw.reshape((-1,) + raw.shape[-2:]).mean(0)
             given = self._given(prior)
+        self._default_given = given
         if given is not None:
             rows = given.reshape((-1,) + given.shape[-2:])
-            equal = len(rows) and (rows == rows[0]).all()
-            # if equal, plates may change size
-            self.default_anchor = self._with_zeros(rows[0] if equal else given)
+            if len(rows) and (rows == rows[0]).all():
+                self._default_given = rows[0]  # so that plates may change size
 
     def at(self, prior: Distribution) -> Family:
-        moved = super().at(prior)
-        given = self._given(prior)
-        if given is not None:
-            moved.default_anchor = self._with_zeros(given)
+        moved: Any = super().at(prior)
+        if moved is not self:
+            moved._default_given = self._given(prior)
         return moved
 
     def anchor(self, prior: Distribution) -> Tensor:
@@ -134,19 +69,30 @@ class AdditiveFamily(OwnTypeFamily):
         start = self._start.to(device=value.device)
         return start if anchor is None else torch.zeros_like(start)
 
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Distribution:
         anchor = self._or_default(anchor)
-        if anchor is None:
-            return self._make(params)
-        anchor = anchor.to(params)
-        return self._make(
-            anchor[..., : self.num_params] + params, *anchor[..., self.num_params :].unbind(-1)
-        )
+        row, given = self._row, None
+        if anchor is not None:
+            own, given = anchor.to(params).tensor_split([self.num_params], -1)
+            params = params + own
+        raw = [params] if row.vector else params.unbind(-1)
+        parameters = {name: link.of_raw(part) for (name, link), part in zip(row.links.items(), raw)}
+        if row.given is not None:
+            assert given is not None
+            parameters[row.given] = given.squeeze(-1)
+        make: Any = row.make or self._kind
+        return make(**parameters, validate_args=False)
 
     def _raw(self, prior: Distribution) -> Tensor:
         """Returns the prior's raw parameters ``(*batch, E, k)``."""
-        raw = through_wrappers(prior, self._raw_of).clamp(-_RANGE, _RANGE)
+        # a prior that excludes a value keeps finite gradients
+        raw = through_wrappers(prior, self._raw_of).clamp(-RANGE, RANGE)
         return raw.reshape(torch.Size(prior.batch_shape) + (self.num_elements, self.num_params))
+
+    def _raw_of(self, leaf: Any) -> Tensor:
+        """Returns the raw parameters ``(*batch, k)`` of a distribution of this type."""
+        raw = [link.raw_of(getattr(leaf, name)) for name, link in self._row.links.items()]
+        return raw[0] if self._row.vector else torch.stack(torch.broadcast_tensors(*raw), -1)
 
     def _given(self, prior: Distribution) -> Tensor | None:
         """Returns what the factor takes over from the prior as it is, ``(*batch, E, 1)``."""
@@ -160,6 +106,12 @@ class AdditiveFamily(OwnTypeFamily):
             self._start.dtype
         )
 
-    def _with_zeros(self, given: Tensor) -> Tensor:
-        """Returns the anchor ``(*batch, E, k + 1)`` that adds nothing."""
+    def _or_default(self, anchor: Tensor | None) -> Tensor | None:
+        given = self._default_given
+        if anchor is not None or given is None:
+            return anchor
         return torch.cat([given.new_zeros(given.shape[:-1] + (self.num_params,)), given], -1)
+
+    @property
+    def _row(self) -> Row:
+        return TYPES[self._kind]

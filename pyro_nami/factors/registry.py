@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from pyro.distributions import NanMaskedMultivariateNormal, NanMaskedNormal, constraints
 from torch import Tensor
-from torch.distributions import Distribution, TransformedDistribution
+from torch.distributions import Distribution
 
-from pyro_nami.factors.anchors import location_and_scale
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.factors.completed import constraints_of_parameters, is_support_unknown
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.layout import Layout, ObservedLayout
-from pyro_nami.factors.own_type import AdditiveFamily, OwnTypeFamily
-from pyro_nami.factors.types import type_of
-from pyro_nami.factors.unconstrained import BUILT_IN, NormalFamily, RelaxedFamily, SinhArcsinhFamily
-from pyro_nami.factors.wrappers import base_of, innermost
+from pyro_nami.factors.own_type import OwnTypeFamily
+from pyro_nami.factors.types import num_classes, type_of
+from pyro_nami.factors.unconstrained import BUILT_IN, NormalFamily, SinhArcsinhFamily
+from pyro_nami.factors.wrappers import innermost
 from pyro_nami.messages import warn
 
 __all__ = ["FamilyFactory", "FamilySpec", "features_of", "make_family", "register_family"]
@@ -26,16 +26,14 @@ FamilyFactory = Callable[[str, Distribution, Tensor], Family]
 FamilySpec = str | FamilyFactory | None
 
 
-def make_family(
-    spec: FamilySpec, name: str, prior: Distribution, value: Tensor, within: str = "autoregressive"
-) -> Family:
+def make_family(spec: FamilySpec, name: str, prior: Distribution, value: Tensor) -> Family:
     """Returns the family of one latent site.
 
     Args:
         spec: None for the default (the model's own type for discrete and relaxed sites; for continuous ones Normal, but
             sinh-arcsinh for a single bounded number outside of plates); a name (``"normal"``, ``"sinh_arcsinh"``,
             ``"mixture"``, ``"flow"``, ``"match"``, or registered), or a `Family` subclass or callable as for that.
-        name, prior, value, within: as for `Family`.
+        name, prior, value: as for `Family`.
 
     Raises:
         NotImplementedError: the site's support or type is not covered.
@@ -53,25 +51,14 @@ def make_family(
             "its property `support` if values have bounds."
         )
     factory = _default if spec is None else _look_up(spec, name)
-    kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
-    continuous = isinstance(kind, type) and issubclass(kind, (NormalFamily, RelaxedFamily))
-    if continuous and support_of(prior).is_discrete:
-        raise ValueError(
-            f'Expected a family for discrete values at site "{name}" ({type(innermost(prior)).__name__}); '
-            f"got {spec!r}. Leave the site out of families= to keep the model's own type, or add a family with "
-            "register_family."
-        )
     try:
         family = factory(name, prior, value)
     except NotImplementedError as error:
-        if factory is _match and error.args:
-            raise
-        raise _unsupported(name, prior) from error
+        raise _unsupported(spec, name, prior) from error
     if not isinstance(family, Family):
         raise TypeError(
             f'Expected the family of site "{name}" to be a Family; got {type(family).__name__}'
         )
-    family.within = within
     return family
 
 
@@ -114,14 +101,13 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> Layout:
         )
     dtype = value.dtype if value.is_floating_point() else _parameter_dtype(leaf)
     if support.is_discrete:
-        num_classes = leaf.logits.shape[-1] if type_of(leaf).classes else None  # type: ignore[attr-defined]
-        return Layout(support, event_shape, value, num_classes=num_classes, dtype=dtype)
+        return Layout(support, event_shape, num_classes=num_classes(leaf), dtype=dtype)
     marks_nan = isinstance(leaf, (NanMaskedNormal, NanMaskedMultivariateNormal))
     try:
         support = constraints.real if has_tensor_bounds(support) else support
-        return ObservedLayout(support, event_shape, value, dtype=dtype, marks_nan=marks_nan)
+        return ObservedLayout(support, event_shape, dtype=dtype, marks_nan=marks_nan)
     except NotImplementedError:
-        return ObservedLayout(constraints.real, event_shape, value, dtype=dtype, marks_nan=False)
+        return ObservedLayout(constraints.real, event_shape, dtype=dtype, marks_nan=False)
 
 
 def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:
@@ -140,38 +126,33 @@ def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:
     return spec
 
 
-def _default(name: str, prior: Distribution, value: Tensor) -> Family:
-    row = type_of(prior)
-    if row.make and not row.start:
-        return AdditiveFamily(name, prior, value)
-    if row.hard or support_of(prior).is_discrete:
+def _default(name: str, prior: Distribution, value: Tensor, *, match: bool = False) -> Family:
+    """Returns the default family; with ``match``, that of the model's own type where `types` has its links."""
+    row, support = type_of(prior), support_of(prior)
+    discrete = support.is_discrete or row.is_relaxed
+    if row.links and (discrete or match):
+        return OwnTypeFamily(name, prior, value)
+    if discrete:
         raise NotImplementedError
     alone = prior.batch_shape == prior.event_shape == ()
-    skewed = alone and support_of(prior) is not constraints.real
+    skewed = alone and support is not constraints.real and not match
     return (SinhArcsinhFamily if skewed else NormalFamily)(name, prior, value)
 
 
-def _match(name: str, prior: Distribution, value: Tensor) -> Family:
-    row, leaf = type_of(prior), innermost(prior)
-    if row.make and not row.start or support_of(prior).is_discrete:
-        return _default(name, prior, value)
-    if (
-        row.make is None
-        and isinstance(leaf, TransformedDistribution)
-        and location_and_scale(leaf) is not None
-    ):
-        row = type_of(base_of(leaf))
-    return (NormalFamily if row.normal else OwnTypeFamily)(name, prior, value)
-
-
-def _unsupported(name: str, prior: Distribution) -> Exception:
+def _unsupported(spec: FamilySpec, name: str, prior: Distribution) -> Exception:
     """Returns the error for a site, of the kind that Pyro's own guides raise."""
+    kind = type(innermost(prior)).__name__
+    if spec is not None and support_of(prior).is_discrete:
+        return ValueError(
+            f'Expected a family for discrete values at site "{name}" ({kind}); got {spec!r}. Leave the site out of '
+            "families= to keep the model's own type, or add a family with register_family."
+        )
     sphere = prior.support is constraints.sphere
     hint = f" Use poutine.reparam(model, {{'{name}': ProjectedNormalReparam()}})." if sphere else ""
     return (ValueError if sphere else NotImplementedError)(
-        f'Expected at site "{name}" a type or support that a family covers; got {type(innermost(prior)).__name__} '
-        f"on {prior.support!r}. Give the site a family in families=, or add one with "
-        f"pyro_nami.register_family(family_name, factory).{hint}"
+        f'Expected at site "{name}" a type or support that a family covers; got {kind} on {prior.support!r}. Give the '
+        "site a family in families=, or add one with pyro_nami.register_family(family_name, factory)."
+        + hint
     )
 
 
@@ -184,5 +165,5 @@ def _parameter_dtype(prior: Distribution) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-_BUILT_IN: dict[str, FamilyFactory] = {**BUILT_IN, "match": _match}
+_BUILT_IN: dict[str, FamilyFactory] = {**BUILT_IN, "match": functools.partial(_default, match=True)}
 _registered: dict[str, FamilyFactory] = {}

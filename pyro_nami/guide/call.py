@@ -3,58 +3,58 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inputs import IndexMaps
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
-__all__ = ["Call"]
+__all__ = ["Call", "Derived"]
+
+
+class Derived(NamedTuple):
+    """What earlier calls derived from data, for later ones to use.
+
+    Attributes:
+        constants: of exact conditionals at the data of training; None where the call has other data.
+        tables: marginal group -> the arguments of the latest call, and its table.
+        starts: group -> the warm starts of its mode search, `Starts`.
+        is_fixed: whether the data of training stay, whatever arguments later calls have.
+    """
+
+    constants: dict[Any, Any] | None
+    tables: dict[Any, Any]
+    starts: dict[Any, Any]
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)
 class Call:
     """One call's data. Where another call is answered with the posterior of these, ``target`` is that one."""
 
-    model: Callable
-    args: tuple
-    kwargs: Mapping[str, Any]
+    program: Program
     indices: Mapping[str, Tensor] = field(default_factory=dict)  # subsampled plate -> its instances
     # observed site -> value that the factors read
     values: Mapping[str, Tensor] = field(default_factory=dict)
-    # those of them that the model's arguments bring
-    own: Mapping[str, Tensor] = field(default_factory=dict)
     # what the model is run with in place of its own values
     held: Mapping[str, Tensor] = field(default_factory=dict)
     # of a run at reference values, where one was needed
     sites: Mapping[str, Any] = field(default_factory=dict)
     lacking: frozenset[str] = frozenset()  # sites of the guide's first call that this one lacks
-    # latents that the first call lacked: drawn from the model's own conditional
-    new: tuple[str, ...] = ()
+    # latents drawn from the model's own conditional: those that the first call lacked, or of rows that no data cover
+    from_prior: tuple[str, ...] = ()
     covariates: Mapping[str, Tensor] = field(default_factory=dict)  # site -> its covariates
     # of the rows that the factors read
     maps: IndexMaps = field(default_factory=lambda: IndexMaps({}, {}))
     # observed sites whose values move with the model's parameters
     moving: frozenset[str] = frozenset()
-    unseen: frozenset[str] = frozenset()  # latents of rows that no data covers
-    # of exact conditionals, kept from step to step in training
-    constants: dict[Any, Any] | None = None
-    # what was found of latents that come first, with its data
-    tables: dict[Any, Any] = field(default_factory=dict)
-    starts: dict[Any, Any] = field(default_factory=dict)  # of Newton's method, group -> `Starts`
-    # whether these are the data of training, which later calls do not change
-    is_fixed: bool = False
+    derived: Derived = field(default_factory=lambda: Derived(None, {}, {}))
     target: TrainedAnswer | None = None
-
-    def argument(self, slot: int | str) -> Any:
-        """Returns the model's argument at a position or of a name; None if this call has none."""
-        if isinstance(slot, str):
-            return self.kwargs.get(slot)
-        return self.args[slot] if slot < len(self.args) else None
 
     @functools.cached_property
     def frames(self) -> dict[str, Any]:
@@ -64,4 +64,4 @@ class Call:
 
     def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Returns the sites of a hidden run of the model on this call's arguments and instances; see `Runner`."""
-        return Runner(values, self.indices, **options).run(self.model, self.args, self.kwargs)
+        return self.program.run(Runner(values, self.indices, **options))

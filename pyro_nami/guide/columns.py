@@ -17,7 +17,6 @@ from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall, first_instance
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates
 from pyro_nami.messages import warn
-from pyro_nami.program.runner import prior_draws
 from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
 
 __all__ = ["covariate_values", "find_covariates"]
@@ -58,7 +57,7 @@ def _search(
     references: list[dict[str, Tensor]] = []
     draws = list(first.draws)
     for _ in range(_MOST_COVARIATES):
-        draws = draws or prior_draws(first.model, first.args, first.kwargs, PRIOR_DRAWS)
+        draws = draws or first.program.prior_draws(PRIOR_DRAWS)
         if not draws:
             break
         draw = _first_instances(first, draws.pop(0))
@@ -84,14 +83,14 @@ def _explained(first: FirstCall, name: str, search: ColumnSearch) -> bool:
     if len(first.frames[name]) != 1 or first.frames[name] & first.plates.partial:
         return False
     (plate,) = first.frames[name]
-    leaves = tree_leaves((first.args, first.kwargs))
+    leaves = tree_leaves((first.program.args, first.program.kwargs))
     return search.explain(leaves, first.plates.sizes[plate], first.plates.dims[plate])
 
 
 def _given(first: FirstCall, sites: Collection[str]) -> Covariates:
     """Returns the columns that the user gives, with the masks of all sites before them."""
     option = first.options.covariates
-    given = {} if option is None else option(*first.args, **first.kwargs)
+    given = {} if option is None else option(*first.program.args, **first.program.kwargs)
     check_names("covariates", given, sites, "a site in a plate")
     columns = {
         name: (

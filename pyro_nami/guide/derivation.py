@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.expansion import Changed, Expansion, broadcast, expanding, leading_shape
+from pyro_nami.deriving.expansion import Changed, Expansion, expanding, leading_shape
 from pyro_nami.deriving.gaussian_constants import Constants, FromConstants, constants_of
 from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.newton import Newton
@@ -29,12 +29,14 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.warm_starts import DataSets, Starts
 from pyro_nami.program.flat_priors import improper_posterior
 from pyro_nami.program.isolation import outside_of_traces, untouched
+from pyro_nami.program.many_draws import MANY_DRAWS
 
-__all__ = ["check_decided", "check_members", "derive", "expansion_in", "keep_constants", "valid_at"]
+__all__ = ["derive", "valid_at"]
 
-_MANY = 16  # draws, for which it pays to look first at what one of them shows
-# passes in training before constants are kept; blocks, and shapes of batches, with some
-_PASSES, _MOST_KEPT = 2, 16
+# passes before constants of exact conditionals are kept, as many guides are called once or twice
+PASSES_BEFORE_CONSTANTS = 2
+# constants kept, one for each group and shape of a batch; they are as large as a block's matrices
+MOST_CONSTANTS = 16
 
 
 def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
@@ -43,30 +45,20 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         return _as_constants(plan, call, current, group)
     if group.form == "marginal":
         return marginal(plan, call, current, group, derive)
-    kept = call.constants
+    kept = call.derived.constants
     values = {name: value for name, value in current.values.items() if name not in group.members}
     known = {
         name: value.clone() if value.is_inference() else value for name, value in values.items()
     }
-    from_one = _from_one(group, current, plan, call, known)
-    while True:
-        with suppress(Changed):
-            following: Expansion | None = from_one or expansion_in(group, current, plan, call)
-            from_one = None
-            while following is not None:
-                expansion = following
-                with expanding():
-                    sites = call.run(
-                        {**call.held, **known, **expansion.points}, until=expansion.until
-                    )
-                check_members(expansion, sites, current)
-                keep_constants(expansion, current, call, known)
-                following = expansion.solve(sites)
-                if isinstance(expansion, Newton):
-                    current.near[group] = expansion
-            break
-    near = expansion if type(expansion) is JointGaussian else current.near.get(group)
-    check_decided(expansion if isinstance(expansion, JointGaussian) else near)
+    solved = None
+    if (from_one := _from_one(group, current, plan, call, known)) is not None:
+        solved = _solved(from_one, group, current, call, known)
+    while solved is None:
+        expansion = _expansion_in(group, current, plan, call)
+        solved = _solved(expansion, group, current, call, known)
+    expansion, sites = solved
+    near = expansion if type(expansion) is JointGaussian else current.derived.near.get(group)
+    _check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {
             name: at.detach() for name, at in near.references.items()
@@ -74,8 +66,38 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     elif near is not None and near.has_moved:
         for starts, data in _starts(group, current, plan, call):
             starts.note(data, near.references)
-    current.ready.update({name: sites[name] for name in expansion.group.members})
+    current.derived.sites.update({name: sites[name] for name in expansion.group.members})
     return expansion
+
+
+def _solved(
+    expansion: Expansion,
+    group: ConjugateGroup,
+    current: Pass,
+    call: Call,
+    known: Mapping[str, Tensor],
+) -> tuple[Expansion, Mapping[str, Any]] | None:
+    """Runs the model until the expansion of a group is solved.
+
+    Returns:
+        The solved expansion, and the sites of the last run. None where a run shows other sizes or observed members than
+        the expansion was made for, or where constants of the group are known from now on.
+    """
+    following: Expansion | None = expansion
+    with suppress(Changed):
+        while following is not None:
+            expansion = following
+            with expanding():
+                sites = call.run({**call.held, **known, **expansion.points}, until=expansion.until)
+            if _has_observed(expansion, sites, current):
+                return None
+            if _keeps_constants(expansion, current, call, known):
+                return None
+            following = expansion.solve(sites)
+            if isinstance(expansion, Newton):
+                current.derived.near[group] = expansion
+        return expansion, sites
+    return None
 
 
 def _from_one(
@@ -90,7 +112,7 @@ def _from_one(
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
     of_data = leading_shape(call.values, plan.event_dims, nesting)
     if (
-        leading.numel() < _MANY
+        leading.numel() < MANY_DRAWS
         or of_data.numel() > 1
         or group.form != "Gaussian"
         or group.bound
@@ -99,12 +121,16 @@ def _from_one(
         return None
     if (
         call.lacking
-        or current.observed
+        or current.derived.observed
         or torch.jit.is_tracing()
-        or (call.constants or {}).get((group, leading))
+        or (call.derived.constants or {}).get((group, leading))
     ):
         return None
-    kept: dict[Any, Any] = call.constants if call.is_fixed and call.constants is not None else {}
+    kept: dict[Any, Any] = (
+        call.derived.constants
+        if call.derived.is_fixed and call.derived.constants is not None
+        else {}
+    )
     key = group, "one"
     if key not in kept:
         kept[key] = _constants_of_one(group, current, plan, call, known)
@@ -122,7 +148,7 @@ def _constants_of_one(
     # Of their sites' own shapes, as a model that is written for one draw takes no others.
     first = {name: plan.first_of(name, value).detach().clone() for name, value in known.items()}
     first = {name: value.requires_grad_(value.is_floating_point()) for name, value in first.items()}
-    sizes = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
+    sizes = current.derived.sizes.setdefault(group, dict(zip(group.members, group.elements)))
     at = {name: plan.initial[name] for name in group.flat}
 
     def run(values: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
@@ -130,18 +156,19 @@ def _constants_of_one(
 
     one = group._replace(vectorized=False), torch.Size((1,) * nesting), nesting
     following: Any = JointGaussian(*one, False, sizes=dict(sizes), at=at)
-    with suppress(Changed), untouched(call.model):
+    with suppress(Changed), untouched(call.program.model):
         while following is not None:
             expansion = following
             with expanding():
                 sites = run(expansion.points, expansion.until)
-            check_members(expansion, sites, current)
+            if _has_observed(expansion, sites, current):
+                return None
             following = expansion.solve(sites)
         return constants_of(*one, dict(sizes), run, expansion.references)
     return None
 
 
-def check_decided(solved: Any) -> None:
+def _check_decided(solved: Any) -> None:
     """Raises ValueError where a prior is improper, and data leave the latent open, in a block that is solved."""
     flat = isinstance(solved, JointGaussian) and solved.group.flat
     for name in solved.undecided() if flat and not torch.jit.is_tracing() else ():
@@ -163,7 +190,7 @@ def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) 
         )
     found = outside_of_traces(lambda: derive(plan, call, current, group))
     one = valid_at(plan, call, names, f"rules={dict.fromkeys(group.members, 'learned')}")
-    current.valid.update(dict.fromkeys(group.members, one))
+    current.derived.valid.update(dict.fromkeys(group.members, one))
     return found
 
 
@@ -173,7 +200,11 @@ def valid_at(plan: Plan, call: Call, names: str, remedy: str) -> Tensor:
         f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
         f"Where data change, make the guide with {remedy}."
     )
-    leaves = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
+    leaves = [
+        leaf
+        for leaf in tree_leaves([call.program.args, call.program.kwargs])
+        if isinstance(leaf, Tensor)
+    ]
     one = torch.ones((), dtype=plan.factory["dtype"], device=plan.factory["device"])
     kept = outside_of_traces(lambda: [each.clone() for each in leaves])
     for leaf, then in zip(leaves, kept):
@@ -197,38 +228,39 @@ def _if_same(value: Tensor, then: Tensor, result: Tensor, message: str) -> Tenso
     return result
 
 
-def expansion_in(
-    group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False
-) -> Expansion:
-    """Returns the expansion of a group at values of what is before it; it needs a run of the model.
-
-    ``draws`` says that some of these are drawn in that run.
-    """
+def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) -> Expansion:
+    """Returns the expansion of a group at the values drawn so far; a run of the model has to solve it."""
     nesting = plan.plates.nesting
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
-    if draws:  # what is drawn on the way will have the batch dims of plates outside
-        leading = broadcast(leading, current.outer + (1,) * nesting)
-    lacking, observed = call.lacking, current.observed.intersection(group.members)
-    group = group.without(lacking, current.observed) if lacking or current.observed else group
+    lacking, observed = call.lacking, current.derived.observed.intersection(group.members)
+    group = (
+        group.without(lacking, current.derived.observed)
+        if lacking or current.derived.observed
+        else group
+    )
     options: dict[str, Any] = {}
     if group.depths:
-        options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
-    differentiable = torch.is_grad_enabled() and current.state.learns()
-    kept = (call.constants if differentiable and not torch.jit.is_tracing() else None) or {}
+        options["sizes"] = current.derived.sizes.setdefault(
+            group, dict(zip(group.members, group.elements))
+        )
+    differentiable = torch.is_grad_enabled() and current.state.network.learns()
+    kept = (call.derived.constants if differentiable and not torch.jit.is_tracing() else None) or {}
     constants = kept.get((group, leading))
     if constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)
     if group.has_mode or group.form == "Gaussian":
         wider = [
-            each for each in current.near.values() if set(group.members) <= set(each.group.members)
+            each
+            for each in current.derived.near.values()
+            if set(group.members) <= set(each.group.members)
         ]
         at = (
             wider[-1].means(current.values, group.members)
             if wider
             else kept.get((group, leading, "at"))
         )
-        if not at and (group.has_mode or group in call.starts):
+        if not at and (group.has_mode or group in call.derived.starts):
             for starts, data in _starts(group, current, plan, call):
                 at = starts.find(data, at or {})
         # where to start
@@ -257,7 +289,7 @@ def _starts(
     data = DataSets.of(call.values, plan.event_dims, plan.plates.nesting)
     if data is None:
         return
-    yield call.starts.setdefault(group, Starts()), data
+    yield call.derived.starts.setdefault(group, Starts()), data
     before = {name: current.values[name] for name in group.needed if name in current.values}
     whole = (
         DataSets.of({**call.values, **before}, plan.event_dims, plan.plates.nesting)
@@ -265,41 +297,40 @@ def _starts(
         else None
     )
     if whole is not None and len(whole.keys) == len(data.keys):
-        yield call.starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
+        yield call.derived.starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
 
 
-def keep_constants(
+def _keeps_constants(
     expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]
-) -> None:
-    """Keeps, in training, what steps with the same data need not derive again, and raises `Changed`; tries once."""
-    kept, key = call.constants, (expansion.group, expansion.leading)
-    if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
-        return
+) -> bool:
+    """Keeps, in training, what steps with the same data need not derive again; whether there is something new."""
+    kept, key = call.derived.constants, (expansion.group, expansion.leading)
     if (
-        not expansion.differentiable
-        or torch.jit.is_tracing()
-        or type(expansion) is not JointGaussian
+        kept is None
+        or key in kept
+        or len(kept) >= MOST_CONSTANTS
+        or current.state.network.passes < PASSES_BEFORE_CONSTANTS
     ):
-        return
-    if expansion.xi:  # which change from step to step
-        return
+        return False
+    if not expansion.differentiable or torch.jit.is_tracing():
+        return False
+    if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step
+        return False
     known, sizes = {**call.held, **values}, expansion.sizes
-    with untouched(call.model):
+    with untouched(call.program.model):
         kept[key] = constants_of(
             *key, expansion.nesting, sizes, lambda at, until: call.run({**known, **at}, until=until)
         )
-    if kept[key] is not None:
-        raise Changed
+    return kept[key] is not None
 
 
-def check_members(expansion: Expansion, sites: Mapping[str, Any], current: Pass) -> None:
-    """Raises `Changed` where members turn out to be observed in a run."""
+def _has_observed(expansion: Expansion, sites: Mapping[str, Any], current: Pass) -> bool:
+    """Takes members that a run observes as known; whether there are some."""
     observed = [
         name for name in expansion.group.members if name in sites and sites[name]["is_observed"]
     ]
-    if observed:
-        current.observed.update(observed)
-        for name in observed:
-            if name not in current.values:
-                current.know(name, sites[name]["value"])
-        raise Changed
+    current.derived.observed.update(observed)
+    for name in observed:
+        if name not in current.values:
+            current.know(name, sites[name]["value"])
+    return bool(observed)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import pyro
@@ -29,27 +28,20 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.expansion import Changed, Expansion, plate_shape
+from pyro_nami.deriving.expansion import plate_shape
 from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.derivation import (
-    check_decided,
-    check_members,
-    derive,
-    expansion_in,
-    keep_constants,
-    valid_at,
-)
-from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.derivation import derive, valid_at
+from pyro_nami.guide.one_pass import Outside, Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import Prior, Rule
+from pyro_nami.guide.stages import stages_of
 from pyro_nami.guide.trained_answer import TrainedAnswer, sites_of
 from pyro_nami.messages import warn
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.runner import AllSeen, Runner, outer_sizes
-from pyro_nami.program.vectorized import Vectorized
+from pyro_nami.program.runner import Runner, outer_sizes
 
 __all__ = ["densities", "draw", "draw_fresh", "hand_out", "is_predicting", "know_all", "start_pass"]
 
@@ -63,31 +55,24 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     model's own conditional.
     """
     rules = {name: rule for name, rule in plan.rules.items() if name not in call.lacking}
-    rules |= {name: Prior(name) for name in (*(rules.keys() & call.unseen), *call.new)}
+    rules |= {name: Prior(name) for name in call.from_prior}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
     hidden, private = (
         (frozenset[str](), frozenset[str]()) if call.target is None else call.target[1:3]
     )
     rules = {name: rule for name, rule in rules.items() if name not in hidden or name in private}
-    current = Pass(
-        rules,
-        plan.families,
-        state,
-        functools.partial(derive, plan, call),
-        _relocation(plan),
-        validate,
-    )
-    current.private = private
+    outside = Outside(_relocation(plan), outer_sizes(plan.plates.nesting), private)
+    deriving = functools.partial(derive, plan, call)
+    current = Pass(rules, plan.families, state, deriving, outside, validate)
     # what is compiled knows of no other data set
-    if call.is_fixed and plan.groups and torch.jit.is_tracing():
+    if call.derived.is_fixed and plan.groups and torch.jit.is_tracing():
         one = valid_at(
             plan, call, ", ".join(map(repr, plan.groups)), "mode='minibatches' or mode='amortized'"
         )
-        current.valid.update(dict.fromkeys(plan.groups, one))
-    current.outer = outer_sizes(plan.plates.nesting)
+        current.derived.valid.update(dict.fromkeys(plan.groups, one))
     traced = any(isinstance(handler, TraceMessenger) for handler in _PYRO_STACK)
     scored = traced and pyro.poutine.get_mask() is not False
-    if private and (scored or current.is_relocated()):
+    if private and (scored or outside.relocation is not None):
         raise NotImplementedError(
             f"Expected a guide that draws '{min(private)}' after all others, in order to score a call that has other "
             "instances of it; this one draws others given those of training. `Predictive` works; for densities use "
@@ -122,175 +107,100 @@ def draw_fresh(current: Pass, plan: Plan, target: TrainedAnswer) -> dict[str, Te
     """Draws what a call has and training had not, given all others, from the model's own conditional; returns it."""
     rules = {name: Prior(name) for name in target.fresh}
     deriving = functools.partial(derive, plan, target.call)
-    follow = Pass(rules, {}, current.state, deriving, _relocation(plan), current.validate)
+    outside = Outside(current.outside.relocation, current.outside.sizes)
+    follow = Pass(rules, {}, current.state, deriving, outside, current.validate)
     follow.values = {
         name: value for name, value in current.values.items() if name not in target.hidden
     }
-    follow.outer = current.outer
     if rules:
         _draw_along(follow, plan, target.call)
     follow.check()
-    return follow.returned
+    return outside.values
 
 
 def draw(current: Pass, plan: Plan, call: Call) -> None:
     """Draws every latent of a call, at sites that the handlers outside see."""
-    if not plan.interleaved:
+    if not plan.sampling.interleaved:
         _draw_detached(current, plan, call)
-    if plan.interleaved or current.left():
+    if plan.sampling.interleaved or current.left():
         _draw_along(current, plan, call)
 
 
 def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
-    """Draws all latents that are left in runs of the model.
+    """Draws all latents that are left, stage by stage: in a run of the model, then from derived conditionals."""
+    for stage in stages_of(current.rules, current.values):
+        if stage.drawn:
+            run = _DrawingRun(stage.drawn, current, plan, call)
+            call.program.run(run)
+            if run.missing:
+                raise ValueError(missing_site(min(run.missing)))
+        if stage.group is not None:
+            _draw_group(stage.group, current, call)
 
-    A run ends where an exact conditional has to be derived first, and the next one draws on from there.
-    """
-    seen = None
-    while (run := _DrawingRun(current, plan, call)).gives_up():
-        run.finish()
-        if not current.left():  # which needs no further run of the model
-            return
-        known = len(current.values), len(current.solved), len(current.observed), repr(current.sizes)
-        if known == seen:  # as what is left to draw first does not come up
-            raise ValueError(missing_site(min(current.left())))
-        seen = known
-    missing = run.missing.intersection(current.rules)
-    if missing:
-        raise ValueError(missing_site(min(missing)))
+
+def _draw_group(group: ConjugateGroup, current: Pass, call: Call) -> None:
+    """Draws the members of a group from the conditionals that the model gives; these are derived first."""
+    current.derive(group)
+    known = current.values.keys() | current.derived.observed
+    left = [name for name in group.members if name in current.rules and name not in known]
+    sites: Mapping[str, Any] = current.derived.sites
+    if not sites.keys() >= set(left):
+        with forked_rng():  # as draws shall not depend on what was derived before
+            sites = call.run({**call.held, **current.values}, until=left)
+    for name in left:
+        if current.rules[name].group is not None:
+            _draw_at(current, name, sites[name])
 
 
 class _DrawingRun(Runner):
-    """Runs the model with its latents drawn by the guide, on behalf of the handlers outside.
+    """Runs the model with some of its latents drawn by the guide, on behalf of the handlers outside.
 
-    It gives up at a latent whose exact conditionals have to be derived first. That takes the rest of a run of the
-    model, with gradients: of this one, or if this has none of a further one, behind it, as a model that is a handler's
-    cannot run inside its own run.
+    Args:
+        drawn: the latents, behind the last of which the run ends.
+        current, plan, call: as for `draw`.
     """
 
-    def __init__(self, current: Pass, plan: Plan, call: Call) -> None:
-        values = {**call.held, **current.values}
-        super().__init__(values, call.indices, until=current.left(), choose=self._point)
+    def __init__(self, drawn: Collection[str], current: Pass, plan: Plan, call: Call) -> None:
+        super().__init__({**call.held, **current.values}, call.indices, until=drawn)
         self._current = current
         self._plan = plan
-        self._call = call
+        self._to_draw = frozenset(drawn)
         self._drawn: set[str] = set()
-        self._group: ConjugateGroup | None = None  # the one that it gave up for
-        self._expansion: Expansion | None = None
-        self._gradients, self._whole = torch.is_grad_enabled(), False
 
     def restart(self) -> None:
         super().restart()
         self.values = {**self.values, **self._current.values}  # what is drawn stays
 
-    def gives_up(self) -> bool:
-        """Runs the model; whether conditionals have to be derived before it can draw on."""
-        with suppress(Changed):
-            self.run(self._call.model, self._call.args, self._call.kwargs)
-            if self._expansion is not None:
-                check_members(self._expansion, self.sites, self._current)
-            self._whole = True
-        return self._group is not None
-
-    def finish(self) -> None:
-        """Derives what the run gave up for, and draws it; another run may have to do so, after one cut short."""
-        group, current = self._group, self._current
-        assert group is not None
-        if not self._whole or group.needed.intersection(current.left()):
-            return
-        if self._expansion is not None:
-            with suppress(Changed):
-                keep_constants(self._expansion, current, self._call, current.values)
-                if self._expansion.solve(self.sites) is None:
-                    check_decided(self._expansion)
-                    current.solved[group] = self._expansion
-                    current.ready.update(
-                        {name: self.sites[name] for name in self._expansion.group.members}
-                    )
-        current.derive(group)
-        known = current.values.keys() | current.observed
-        left = [name for name in group.members if name in current.rules and name not in known]
-        sites = current.ready
-        # as the run that derived the conditionals ended before them
-        if not sites.keys() >= set(left):
-            with forked_rng():  # as draws shall not depend on what was derived before
-                sites = self._call.run({**self._call.held, **current.values}, until=left)
-        for name in left:
-            if current.rules[name].group is not None:
-                _draw_at(current, name, sites[name])
-
-    def _point(self, msg: Any) -> Tensor | None:
-        """Returns the values that a latent has where the log density is expanded."""
-        if (
-            self._expansion is None
-            or msg["is_observed"]
-            or msg["name"] not in self._expansion.group.members
-        ):
-            return None
-        return self._expansion.choose(msg["name"], msg["fn"])
-
     def _process_message(self, msg: Any) -> None:
         name, current = msg["name"], self._current
-        ours = msg["type"] == "sample" and not site_is_subsample(msg) and name not in current.values
-        # On the way to the children all that their density reads is drawn, and nothing else.
-        ours = ours and (self._group is None or name in self._group.needed)
-        rule = current.rules.get(name)
-        known = msg["is_observed"] or name in self.values
-        group = None if rule is None or known else rule.group
-        if ours and group is not None and group not in current.solved:
-            self._expand(self._first(group))
-            ours = False
         super()._process_message(msg)
-        if not ours:
+        if msg["type"] != "sample" or site_is_subsample(msg) or name in current.values:
             return
+        rule = current.rules.get(name)
         if rule is None:
             if name not in self._plan.names and is_latent(msg):
                 raise ValueError(new_site(name))
-        elif known:
-            if (
-                msg["is_observed"]
-                and name in self._plan.inverse.predictive - self._plan.semi_observed
-            ):
+        elif msg["is_observed"] or name in self.values:
+            predictive = self._plan.inverse.predictive - self._plan.semi_observed
+            if msg["is_observed"] and name in predictive:
                 raise ValueError(observed_latent(name))
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
-        else:
+        elif name in self._to_draw:
             msg["value"] = None
             self._drawn.add(name)
             msg["infer"], msg["mask"] = _own_infer(msg), _mask(current, rule, msg)
             fn = rule.distribution(current, msg["fn"].batch_shape, msg["fn"])
-            msg["stop"] = name in current.private
-            msg["fn"] = _for_each(current, fn) if msg["stop"] else current.outside(fn)
-            msg["scale"] = current.scale(msg)
-
-    def _first(self, group: ConjugateGroup) -> ConjugateGroup:
-        """Returns the group to derive first: what another one's density reads has to be drawn before that."""
-        for name in group.needed.difference(self._current.values, self.values):
-            rule = self._current.rules.get(name)
-            if rule is not None and rule.group is not None:
-                return self._first(rule.group)
-        return group
-
-    def _expand(self, group: ConjugateGroup) -> None:
-        """Goes on for the exact conditionals of a group, out of sight, or ends the run."""
-        self._group, current = group, self._current
-        waiting = group.needed.intersection(current.rules).difference(current.values, self.values)
-        passed = not current.values.keys().isdisjoint(group.members)
-        # where what is drawn lies is not known before
-        moved = bool(waiting) and current.is_relocated()
-        # starts again where points bring batch dims
-        again = isinstance(self._call.model, Vectorized)
-        alone = passed or moved or again or group.iterates
-        if not waiting and (alone or not (self._gradients and torch.is_grad_enabled())):
-            raise AllSeen
-        if not alone and self._gradients and torch.is_grad_enabled():
-            self._expansion = expansion_in(
-                group, current, self._plan, self._call, draws=bool(waiting)
+            msg["stop"] = name in current.outside.private
+            msg["fn"] = (
+                current.outside.one_for_each(fn, current.state.network.plates.nesting)
+                if msg["stop"]
+                else current.outside.see(fn)
             )
-        self.missing = {*(self._expansion.until if self._expansion else ()), *waiting}
+            msg["scale"] = current.scale(msg)
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._drawn and msg["value"] is not None:
-            private = msg["name"] in self._current.private
+            private = msg["name"] in self._current.outside.private
             msg["value"] = self._current.take(
                 msg["name"], msg["value"], msg["fn"], seen=not private
             )
@@ -319,25 +229,19 @@ def _draw_at(
         shape = plate_shape(site)
     rule = current.rules[name]
     fn = rule.distribution(current, shape, prior)
-    if name in current.private:
-        fn = _for_each(current, fn)
+    if name in current.outside.private:
+        fn = current.outside.one_for_each(fn, current.state.network.plates.nesting)
         current.take(name, fn(), fn, seen=False)
         return
     with _At({**site, "mask": _mask(current, rule, site), "scale": current.scale(site)}):
-        current.take(name, pyro.sample(name, current.outside(fn)), fn)
-
-
-def _for_each(current: Pass, fn: Any) -> Any:
-    """Returns a distribution with the batch dims of the plates around the guide."""
-    ones = (1,) * (current.state.nesting - len(fn.batch_shape))
-    return fn.expand(current.outer + ones + fn.batch_shape) if current.outer else fn
+        current.take(name, pyro.sample(name, current.outside.see(fn)), fn)
 
 
 def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
     """Returns where a latent's density counts; warns where that is for the first time, as its rule may be another."""
     mask = rule.mask(site)
     untold = rule.is_untold and mask is not None and not torch.jit.is_tracing() and bool(mask.any())
-    if untold and current.state.tells(f"{rule.name}, masked"):
+    if untold and current.state.network.tells(f"{rule.name}, masked"):
         warn(
             f"All of '{rule.name}' was masked at the guide's first call, which does not show how data depend on it. "
             "What was derived there may be wrong now: make the guide anew, and call it first where some of it counts."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,11 +22,12 @@ from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passin
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, untouched
 from pyro_nami.program.many_draws import takes_many
-from pyro_nami.program.runner import Runner, prior_draws
+from pyro_nami.program.program import Program
+from pyro_nami.program.runner import Runner
 from pyro_nami.program.vectorized import Vectorized
+from pyro_nami.reading.changes import moved
 from pyro_nami.reading.masked_latents import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
-from pyro_nami.reading.site_records import moved
 
 __all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call", "first_instance"]
 
@@ -36,9 +37,7 @@ PRIOR_DRAWS = 16
 class FirstCall(NamedTuple):
     """What the first call shows."""
 
-    model: Callable
-    args: tuple
-    kwargs: Mapping[str, Any]
+    program: Program
     options: Options
     found: Extraction
     net: BayesNet  # that of ``found`` as the guide takes it
@@ -91,21 +90,21 @@ class FirstCall(NamedTuple):
 
         A loss that Pyro compiles could not be; called from there, there is none.
         """
-        if isinstance(self.model, Vectorized) or self.is_compiled:
+        model, nesting = self.program.model, self.plates.nesting
+        if isinstance(model, Vectorized) or self.is_compiled:
             return None
-        other = Vectorized(self.model, self.plates.nesting)
-        check = (self.args, self.kwargs, self.draws)
-        if takes_many(self.model, *check, self.plates.nesting) or not takes_many(
-            other, *check, self.plates.nesting
+        other = self.program._replace(model=Vectorized(model, nesting))
+        if takes_many(self.program, self.draws, nesting) or not takes_many(
+            other, self.draws, nesting
         ):
             return None
-        return self._replace(model=other)
+        return self._replace(program=other)
 
     def run(
         self, values: Mapping[str, Any], until: Collection[str] | None = None
     ) -> dict[str, Any]:
         """Returns the sites of a run of the model at chosen values of its latents."""
-        return Runner(values, broadcast=True, until=until).run(self.model, self.args, self.kwargs)
+        return self.program.run(Runner(values, broadcast=True, until=until))
 
     def factory(self, latents: Collection[str]) -> dict[str, Any]:
         """Returns dtype and device of the networks: of the first continuous value of the model, float32 at least."""
@@ -119,9 +118,7 @@ class FirstCall(NamedTuple):
 
 
 def first_call(
-    model: Callable,
-    args: tuple,
-    kwargs: Mapping[str, Any],
+    program: Program,
     options: Options,
     subsampled: Collection[str],
     random_layers: Sequence[nn.Module] = (),
@@ -129,31 +126,33 @@ def first_call(
     """Returns what one call shows; leaves the model as it was, but not the random number generators.
 
     Args:
-        model, args, kwargs: the model, and arguments that it runs with.
+        program: the model, and arguments that it runs with.
         options: the guide's.
         subsampled: plates that ``create_plates`` subsamples.
         random_layers: layers of the model that draw random numbers in training; they are in evaluation mode here.
     """
     if options.init_loc_fn is None and not options.observed:
-        prototype = likely_start(model, args, kwargs, options.init_scale)
+        prototype = likely_start(program, options.init_scale)
     else:
-        prototype = first_run(model, args, kwargs, options.init_loc_fn or near_origin)
+        prototype = first_run(program, options.init_loc_fn or near_origin)
     nodes: Mapping[str, Any] = prototype.nodes
     # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
-    model = poutine.condition(model, subsamples(nodes))
+    model = poutine.condition(program.model, subsamples(nodes))
+    program = program._replace(model=model)
     with untouched(model):
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         pyro.set_rng_seed(0)
         found = extract(
-            model,
-            args,
-            kwargs,
+            *program,
             observed=options.observed,
             init=lambda site: nodes[site["name"]]["value"],
-            index_maps={pair: given(*args, **kwargs) for pair, given in options.index_maps.items()},
+            index_maps={
+                pair: given(*program.args, **program.kwargs)
+                for pair, given in options.index_maps.items()
+            },
         )
-        draws = prior_draws(model, args, kwargs, PRIOR_DRAWS)
-    restless = _moved_by(random_layers, model, args, kwargs, nodes)
+        draws = program.prior_draws(PRIOR_DRAWS)
+    restless = _moved_by(random_layers, program, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
     stacks = _stacks(nodes, net)
@@ -163,9 +162,7 @@ def first_call(
     moving = _moving(options, net, stacks)
     of_data = [_outermost(stacks[name], plates, options.along) for name in moving]
     return FirstCall(
-        model=model,
-        args=args,
-        kwargs=kwargs,
+        program=program,
         options=options,
         found=found,
         net=with_hidden_evidence(net) if is_blocked(model) else net,
@@ -188,21 +185,17 @@ def _stacks(nodes: Mapping[str, Any], net: BayesNet) -> dict[str, list]:
 
 
 def _moved_by(
-    layers: Sequence[nn.Module],
-    model: Callable,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    nodes: Mapping[str, Any],
+    layers: Sequence[nn.Module], program: Program, nodes: Mapping[str, Any]
 ) -> frozenset[str]:
     """Returns the sites whose distributions layers such as dropout make random, at equal values of all sites."""
     if not layers:
         return frozenset()
     values = {name: site["value"] for name, site in nodes.items() if site["type"] == "sample"}
     runs = []
-    with untouched(model, *args, *kwargs.values()), torch.no_grad(), dropping(layers):
+    with untouched(*program.roots), torch.no_grad(), dropping(layers):
         for seed in range(2):
             pyro.set_rng_seed(seed)
-            runs.append(Runner(values).run(model, args, kwargs))
+            runs.append(program.run(Runner(values)))
     before, after = runs
     names = [name for name in before if is_node(before[name])]
     return frozenset(name for name in names if moved(before[name], after.get(name)).any())

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_nami.guide.arguments import Arguments
-from pyro_nami.guide.call import Call
+from pyro_nami.guide.call import Call, Derived
 from pyro_nami.guide.mode import Data, DataHistory, Mode, fingerprint
 from pyro_nami.program.surroundings import Surroundings
 
@@ -40,20 +40,17 @@ class Memory:
         # what the model reads besides its arguments, at that call; None in a guide that is not fixed, or was loaded
         self.surroundings: Surroundings | None = None
         self.has_one_context = True  # whether all training steps had the same arguments
-        # of exact conditionals, of the data of training; see `deriving`
-        self.constants: dict[Hashable, Any] = {}
-        self.tables: dict[Hashable, Any] = {}  # of latents that come first, of one call's data
-        self.starts: dict[Hashable, Any] = {}  # of Newton's method, of all data
+        self.derived = Derived({}, {}, {})
         # arguments and data of the latest copy, and it
         self._frozen: tuple[Arguments, Data, Call] | None = None
         # node -> value last seen, and its fingerprint
         self._fingerprints: dict[Hashable, tuple[Arguments, str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        found: dict[str, dict] = {"_fingerprints": {}, "constants": {}, "tables": {}, "starts": {}}
         return {
             **self.__dict__,
-            **found,
+            "_fingerprints": {},
+            "derived": Derived({}, {}, {}),
             "context": self.plain_context(),
             "call": None,
             "surroundings": None,
@@ -83,18 +80,23 @@ class Memory:
         Args:
             call: with its ``data``.
         """
-        leaves = tree_leaves([call.args, dict(call.kwargs)])
+        leaves = tree_leaves([call.program.args, dict(call.program.kwargs)])
         if self._frozen is not None and self._frozen[0].are(leaves) and self._frozen[1] == data:
             return self._frozen[2]
         copies: dict[int, Tensor] = {}
-        parts = call.args, dict(call.kwargs), dict(call.indices), dict(call.values), dict(call.held)
+        parts = (
+            call.program.args,
+            dict(call.program.kwargs),
+            dict(call.indices),
+            dict(call.values),
+            dict(call.held),
+        )
         args, kwargs, indices, values, held = tree_map_only(
             Tensor, lambda value: copies.setdefault(id(value), value.detach().clone()), parts
         )
         held |= {name: value for name, value in values.items() if name not in call.moving}
-        frozen = replace(
-            call, args=args, kwargs=kwargs, indices=indices, values=values, own={}, held=held
-        )
+        program = call.program._replace(args=args, kwargs=kwargs)
+        frozen = replace(call, program=program, indices=indices, values=values, held=held)
         self._frozen = Arguments(leaves), data, frozen
         return frozen
 
@@ -104,7 +106,12 @@ class Memory:
         if call is self.call:
             return
         before, self.call = self.call, call
-        self.context = call.args, dict(call.kwargs), dict(call.indices), dict(call.values)
+        self.context = (
+            call.program.args,
+            dict(call.program.kwargs),
+            dict(call.indices),
+            dict(call.values),
+        )
         if before is not None and self.history.is_trained:
             self.has_one_context = False
 
@@ -114,8 +121,7 @@ class Memory:
 
     def forget_derived(self) -> None:
         """Forgets what was derived from data."""
-        for found in (self.constants, self.tables, self.starts):
-            found.clear()
+        self.derived = Derived({}, {}, {})
 
     def load(self, state: Mapping[str, Any], names: Mapping[str, Any]) -> None:
         """Takes over a saved state, whose keys ``names`` translates to nodes.

@@ -35,14 +35,14 @@ from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
-from pyro_nami.program.many_draws import takes_many
+from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, takes_many
 from pyro_nami.program.vectorized import unmapped
 
 __all__ = ["AutoNaMIGuide"]
 
-_MEDIAN_DRAWS, _FEW_DRAWS = 1000, 8  # for quantiles; to see whether the model can be run for many
-# in one pass: draws, and rows of data times draws where modes are searched
-_LEAST_DRAWS, _MOST_ROWS = 16, 2**15
+MEDIAN_DRAWS = 1000  # for quantiles; their standard errors are 4% of a standard deviation
+# rows of data times draws in one pass, where a posterior mode is searched for each draw; more are slower
+MOST_ROWS = 2**15
 MODES = {"auto": None, **{mode.value: mode for mode in Mode}}
 # made by Pyro's metaclass, which type checkers do not follow
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]
@@ -77,7 +77,7 @@ class AutoNaMIGuide(DensityGuide):
         index_maps: ``(latent, site)`` -> callable from the model's arguments to the index by which the site's rows read
             the latent's plate, integer ``(rows,)`` (of the full plate where it is subsampled). By default such maps
             are found by group testing, in each call with new arguments.
-        pooling: how a set of instances is encoded: ``"mean"``, ``"sum"``, ``"max"``, ``"attention"``, or a callable
+        pooling: how a set of instances is encoded: ``"mean"``, ``"attention"``, or a callable
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
         evidence: whether each instance of a pooled plate adds precision to Normal factors; see `guide.parameters`.
         exact: whether latents are drawn from their exact conditional where it has a closed form:
@@ -288,7 +288,7 @@ class AutoNaMIGuide(DensityGuide):
                 return None
 
         def make(count: int, seed: int) -> dict[str, Tensor]:
-            return self._draws(count, call.args, dict(call.kwargs), seed)
+            return self._draws(count, call.program.args, dict(call.program.kwargs), seed)
 
         values = self._ahead.next((self.network.passes, id(call.values)), make)
         found = hand_out(plan, call, values)
@@ -314,7 +314,7 @@ class AutoNaMIGuide(DensityGuide):
                 fresh = draw_fresh(current, plan, call.target) if call.target is not None else {}
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
-        found = {**current.returned, **fresh}
+        found = {**current.outside.values, **fresh}
         return {name: found[name] for name in (*plan.rules, *fresh) if name in found}
 
     # ---- summaries
@@ -324,7 +324,7 @@ class AutoNaMIGuide(DensityGuide):
         self,
         quantiles: Sequence[float],
         *args: Any,
-        num_samples: int = _MEDIAN_DRAWS,
+        num_samples: int = MEDIAN_DRAWS,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
         """Returns Monte Carlo quantiles of every latent, elementwise in constrained space.
@@ -391,12 +391,15 @@ class AutoNaMIGuide(DensityGuide):
         if self._many is None or self._many[0] is not plan:
             pyro.set_rng_seed(0)
             few = [
-                {**call.held, **self._drawn(replace(call, target=None))} for _ in range(_FEW_DRAWS)
+                {**call.held, **self._drawn(replace(call, target=None))}
+                for _ in range(FEWEST_DRAWS)
             ]
-            check = call.args, call.kwargs, few, plan.plates.nesting
-            model = unmapped(call.model)
+            program = call.program._replace(model=unmapped(call.program.model))
             plans = plan, replace(plan, vectorized=True)
-            able = (each for each in plans if takes_many(each.for_many(model), *check))
+            runs = (program._replace(model=each.for_many(program.model)) for each in plans)
+            able = (
+                each for each, run in zip(plans, runs) if takes_many(run, few, plan.plates.nesting)
+            )
             self._many = plan, next(able, None)
         return self._many[1]
 
@@ -405,5 +408,5 @@ def _passes(count: int, call: Call, plan: Plan) -> list[int]:
     """Returns how many draws each pass makes: all at once, but where that takes long and would leave the cache."""
     has_mode = any(group.has_mode for group in plan.groups.values())
     rows = sum(value.numel() for value in call.values.values()) if has_mode else 0
-    parts = max(1, min(count // _LEAST_DRAWS, math.ceil(count * rows / _MOST_ROWS)))
+    parts = max(1, min(count // MANY_DRAWS, math.ceil(count * rows / MOST_ROWS)))
     return [len(part) for part in torch.arange(count).chunk(parts)]

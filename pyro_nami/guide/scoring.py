@@ -77,7 +77,7 @@ class DensityGuide(LazyGuide):
             target = call.target
             hidden = target.hidden if target is not None else frozenset()
             new = [
-                *call.new,
+                *call.from_prior,
                 *(name for name in (target.fresh if target else ()) if name not in plan.rules),
             ]
             if new:

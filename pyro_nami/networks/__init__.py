@@ -1,30 +1,27 @@
 """Networks of the guide, in torch alone: masked perceptrons that obey a dependency matrix, and pooling encoders.
 
-`masks` says which units may be connected. `stepped` holds the parameters of a perceptron whose inputs come to be known
-step by step, and `masked` and `separate` are its two layouts: one network for all rows, or a small one for each factor.
+`masks` says which units may be connected. `masked` holds the parameters of a perceptron, and `stepped` is a pass
+through it in which inputs come to be known step by step.
 `running` scales their inputs, `pace` the steps of their parameters.
 
 `reductions` says which instances form a set. `pooling` turns a set into features and tells how to add a way to do so,
 and `precision_sums` takes instances for pseudo-observations, which add up.
 """
 
-from pyro_nami.networks.masked import MaskedMLP
+from pyro_nami.networks.masked import Base, MaskedMLP
 from pyro_nami.networks.pace import Pace
 from pyro_nami.networks.pooling import (
     ENCODERS,
     AttentionEncoder,
-    MaxEncoder,
     MeanEncoder,
     OwnEncoder,
     SetEncoder,
-    SumEncoder,
     make_encoder,
 )
 from pyro_nami.networks.precision_sums import PrecisionSums
 from pyro_nami.networks.reductions import Along, Reduction, Segments
 from pyro_nami.networks.running import Running, tempered
-from pyro_nami.networks.separate import SeparateMLP
-from pyro_nami.networks.stepped import Base, SteppedState
+from pyro_nami.networks.stepped import SteppedState
 
 __all__ = [
     "ENCODERS",
@@ -32,7 +29,6 @@ __all__ = [
     "AttentionEncoder",
     "Base",
     "MaskedMLP",
-    "MaxEncoder",
     "MeanEncoder",
     "OwnEncoder",
     "Pace",
@@ -40,10 +36,8 @@ __all__ = [
     "Reduction",
     "Running",
     "Segments",
-    "SeparateMLP",
     "SetEncoder",
     "SteppedState",
-    "SumEncoder",
     "make_encoder",
     "tempered",
 ]

@@ -1,33 +1,59 @@
 """`MaskedMLP`: a perceptron with shared hidden units whose outputs depend on the inputs that a boolean matrix allows.
 
-The units and rows of a step are computed from all inputs known by then, so all steps together
-multiply as much as one dense pass. `masks` says which units are connected.
+`masks` says which units are connected, `stepped` takes a pass. A layer has one parameter tensor,
+with the bias as its last column (optimizers that loop over tensors stay fast). Parameters are read
+by attribute at the start of every pass, so that they may be replaced by name, as Pyro does.
 """
 
 from __future__ import annotations
 
-__all__ = ["MaskedMLP"]
+__all__ = ["Base", "MaskedMLP"]
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from pyro_nami.networks.masks import check_width, layer_masks, unit_steps
-from pyro_nami.networks.stepped import Layers, SteppedMLP, SteppedState, concatenated, expand_batch
+from pyro_nami.networks.masks import check_width, layer_masks, split_steps, unit_steps
+from pyro_nami.networks.pace import Pace
+from pyro_nami.networks.stepped import Activation, PassWeights, SteppedState
 
-_BLOCK = 8  # steps after which what is known is added to all that are left
-Bounds = tuple[int, ...]
+# weights of an output layer; of larger ones only the biases have speeds, as these take time
+MOST_PACED = 200_000
 
 
-class MaskedMLP(SteppedMLP):
+class Base(NamedTuple):
+    """Divides the weights of a unit or row of n inputs by max(1, n / base).
+
+    One step of Adam at rate r moves every weight by about r, so it would move a sum over n inputs of order one by n r.
+    The division holds it to base r (the maximal-update parametrization, Yang et al. 2022, "Tensor Programs V").
+
+    Example:
+        >>> mlp = MaskedMLP(torch.ones(1, 4).bool(), (), base=Base(inputs=2))
+        >>> mlp.output_mask  # four weights, each divided by 4 / 2, and the bias
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000, 1.0000]])
+    """
+
+    inputs: float = math.inf  # of a layer that reads inputs
+    hidden: float = math.inf  # of hidden units, as inputs of further hidden layers
+    output: float = math.inf  # of hidden units, as inputs of rows
+    paced: bool = False  # whether the output layer's weights have speeds, see `Pace`
+    # Of the first weights of a unit, times its inputs, in the lowest layer and above; by default 1, as inputs are
+    # standardized, and that of He et al. 2015. Smaller ones start at smoother functions, as PyTorch does with 1/3.
+    variances: tuple[float, float] = (1.0, 2.0)
+
+
+class MaskedMLP(nn.Module):
     """A perceptron whose Jacobian's support is exactly a given dependency matrix, whatever its widths.
 
-    Row i is a bias, plus (with ``skip``) a linear function of the inputs that it may read, plus a function of the
-    hidden units whose label it contains (see `masks`). If no row reads anything, there are no units.
+    ``rows(x) = bias_units * bias + units * (W (h(x) - h(0)) + direct x)``, with h the hidden units whose labels a row
+    contains (see `masks`) and, with ``skip``, the inputs that it may read. If no row reads anything, there are no
+    units. Hidden units are taken relative to what they are at inputs of zero: what is the same in every call is left to
+    the bias. Every parameter is multiplied by 0 if it is masked, and else by what `Base` divides by.
 
     Inputs and outputs come in *steps*: when the columns of step s are known, the rows of step s can be emitted.
     Columns and rows are numbered in step order. A step may have no columns, or no rows.
@@ -52,128 +78,226 @@ class MaskedMLP(SteppedMLP):
         >>> _ = torch.manual_seed(0)
         >>> dependency = torch.tensor([[False, False], [True, False]])
         >>> mlp = MaskedMLP(dependency, (8,), input_splits=[0, 1, 1], output_splits=[1, 1, 0])
-        >>> _ = torch.nn.init.normal_(mlp.output)
-        >>> x = torch.randn(5, 2)
-        >>> first, state = mlp.start().advance(x[:, :0], 1)
-        >>> second, state = state.advance(x[:, :1], 2)
-        >>> torch.allclose(torch.cat([first, second], -1), mlp(x))
-        True
+        >>> mlp.set_output_bias(torch.tensor([3.0, 4.0]))
+        >>> mlp.set_direct(1, torch.tensor([0]), torch.tensor([2.0]))
+        >>> mlp(torch.tensor([10.0, 100.0])).tolist()  # the second is 4 + 2 * 10
+        [3.0, 24.0]
+        >>> first, state = mlp.start().advance(torch.empty(0), 1)
+        >>> second, state = state.advance(torch.tensor([10.0]), 2)
+        >>> second.tolist()
+        [24.0]
     """
 
-    def _lay_out(self, dependency: Tensor, hidden_features: Sequence[int]) -> Layers:
+    output: Tensor
+    # of each row, ``(outputs,)``, the size that a weight of one gives to what the row reads
+    units: Tensor
+    bias_units: Tensor  # likewise of its bias
+
+    def __init__(
+        self,
+        dependency: Tensor,
+        hidden_features: Sequence[int] = (64,),
+        *,
+        input_splits: Sequence[int] | None = None,
+        output_splits: Sequence[int] | None = None,
+        skip: bool = True,
+        activation: Activation = F.silu,
+        base: Base = Base(),
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        if any(width < 1 for width in hidden_features):
+            raise ValueError(
+                f"Expected hidden_features of at least 1 each; got {list(hidden_features)}."
+            )
+        if not hidden_features and not skip:
+            raise ValueError(
+                "Expected at least one hidden layer or skip=True; got hidden_features=() and skip=False."
+            )
+        self.skip = skip
+        self.activation = activation
+        self._variances = base.variances
         dependency = dependency.cpu()
+        steps = split_steps(dependency, input_splits, output_splits)
         hidden, output, last_columns = layer_masks(dependency, hidden_features)
-        if not self.skip:
+        if not skip:
             check_width(dependency, (*hidden, output))
-        self._bounds = (*(unit_steps(last, self.steps) for last in last_columns), self.steps.rows)
-        direct = [dependency] if self.skip and hidden else []
-        masks = [
-            F.pad(mask, (0, 1), value=True) for mask in (*hidden, torch.cat([output, *direct], 1))
-        ]
-        rows = torch.arange(self.out_features, device="cpu")
-        gather = F.pad(torch.arange(1, self.in_features + 1, device="cpu"), (0, 1)).unsqueeze(0)
-        return Layers(masks, [tuple(mask.shape) for mask in masks], rows, gather)
+        # where the columns, the units of each hidden layer, and the rows of each step begin
+        self.bounds = (
+            steps.columns,
+            *(unit_steps(last, steps) for last in last_columns),
+            steps.rows,
+        )
+        if skip and hidden:
+            output = torch.cat((output, dependency), 1)
+        self.layer_names = (*(f"layer_{layer}" for layer in range(len(hidden))), "output")
+        for name in ("units", "bias_units"):
+            self.register_buffer(name, torch.ones(self.out_features, **factory))
+        masks = [F.pad(mask, (0, 1), value=True) for mask in (*hidden, output)]
+        for name, multiplier in zip(self.layer_names, self._multipliers(masks, base)):
+            self.register_buffer(f"{name}_mask", multiplier.to(self.units), persistent=False)
+            self.register_parameter(name, nn.Parameter(self.units.new_empty(multiplier.shape)))
+        self.register_buffer("_output_scale", None, persistent=False)
+        self._scale_output()
+        self.pace = Pace(self._paced()) if base.paced else None
+        if self.pace is not None:
+            self.pace.patient[:, :-1] = True
+        self.reset_parameters()
+
+    @property
+    def in_features(self) -> int:
+        """The number of inputs."""
+        return self.bounds[0][-1]
+
+    @property
+    def out_features(self) -> int:
+        """The number of rows."""
+        return self.bounds[-1][-1]
+
+    @property
+    def _num_units(self) -> int:
+        """The number of hidden units that rows read."""
+        return self.bounds[-2][-1] if len(self.bounds) > 2 else 0
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the hidden layers anew and sets the output layer to zero.
+
+        A unit with n unmasked inputs gets, after multiplication, normal weights of variance v/n and a bias uniform
+        within 1/sqrt(n), as PyTorch's; see `Base.variances`.
+        """
+        self.output.zero_()
+        for layer, name in enumerate(self.layer_names[:-1]):
+            weight, scale = getattr(self, name), getattr(self, f"{name}_mask")
+            kept = scale != 0
+            fan_in = (kept.sum(-1, keepdim=True) - 1).clamp(min=1).to(weight)
+            weight.normal_().mul_((fan_in / self._variances[layer > 0]).rsqrt())
+            weight[:, -1:].uniform_(-1, 1).mul_(fan_in.rsqrt())
+            weight.copy_(torch.where(kept, weight / scale, 0.0))
+
+    # Passes
 
     def start(self, whole: bool = False) -> SteppedState:
-        hidden, output, bias = self._weights()
-        columns, *bounds = [
-            (each[0], each[-1]) if whole else each for each in (self.steps.columns, *self._bounds)
+        """Returns the state of a pass in which no input is known yet; of one step, if it is taken as a ``whole``."""
+        *layers, output = [
+            getattr(self, name) * self._buffers[f"{name}_mask"] for name in self.layer_names[:-1]
+        ] + [self.output * self._output_scale]
+        biases = [layer[:, -1:] for layer in layers]
+        biases.append(output[:, -1:])
+        if layers:
+            units = self.activation(biases[0])
+            for layer, bias in zip(layers[1:], biases[1:]):
+                units = self.activation(torch.addmm(bias, layer[:, :-1], units))
+            biases[-1] = biases[-1] - output[:, : self._num_units] @ units
+        bounds = [(each[0], each[-1]) for each in self.bounds] if whole else self.bounds
+
+        def in_steps(weight: Tensor, layer: int) -> Sequence[Tensor]:
+            return weight.split([end - start for start, end in pairwise(bounds[layer])], 1)
+
+        weights = [layer[:, :-1] for layer in (*layers, output)]
+        direct = None
+        if layers and self.skip:
+            weights[-1], direct = weights[-1].split((self._num_units, self.in_features), 1)
+        readers = [[(layer + 1, in_steps(each, layer))] for layer, each in enumerate(weights)]
+        if direct is not None:
+            readers[0].append((len(weights), in_steps(direct, 0)))
+        pass_weights = PassWeights(bounds, [*readers, []], self.activation)
+        return SteppedState(pass_weights, 0, torch.Size(), [bias.t() for bias in biases])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
+        return self.start(whole=True).advance(x, 1)[0]
+
+    # Multipliers
+
+    def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
+        """Returns what weights are multiplied by, from masks (or multipliers) of all layers."""
+        *hidden, output = (mask != 0 for mask in masks)
+        limits = (base.inputs, *[base.hidden] * len(hidden))
+        parts = [
+            [_shares(mask[:, :-1], limit), mask[:, -1:]] for mask, limit in zip(hidden, limits)
         ]
-        layers, depth = [layer[:, :-1] for layer in (*hidden, output)], len(hidden)
-        biases = [each.t() for each in (*(layer[:, -1:] for layer in hidden), bias)]
-        steps = [
-            layer.split([end - start for start, end in pairwise(each)])
-            for layer, each in zip(layers, bounds)
-        ]
-        reads = (
-            *((layer,) for layer in range(depth)),
-            (depth, 0) if self.skip and depth else (depth,),
-        )
-        weights = _MaskedWeights(columns, bounds, reads, self.activation, layers, steps)
-        memory = _Memory(0, [[bias] for bias in biases], [None] * (depth + 1))
-        return SteppedState(weights, 0, torch.Size(), memory)
+        units, direct = output[:, : self._num_units], output[:, self._num_units : -1]
+        parts.append([_shares(units, base.output), _shares(direct, base.inputs), output[:, -1:]])
+        return [torch.cat(layer, -1) for layer in parts]
+
+    def _scale_output(self) -> None:
+        """Puts the units into the multipliers of the output layer."""
+        mask: Any = self._buffers["output_mask"]
+        units, bias_units = self.units.unsqueeze(-1), self.bias_units.unsqueeze(-1)
+        self._output_scale = torch.cat((mask[:, :-1] * units, mask[:, -1:] * bias_units), -1)
+
+    @torch.no_grad()
+    def rebase(self, base: Base) -> None:
+        """Divides weights beyond another base, and multiplies the parameters so that nothing else changes."""
+        old = [getattr(self, f"{name}_mask") for name in self.layer_names]
+        for name, before, now in zip(self.layer_names, old, self._multipliers(old, base)):
+            now = now.to(before)
+            getattr(self, name).mul_(torch.where(now != 0, before / now, 1.0))
+            self.register_buffer(f"{name}_mask", now, persistent=False)
+        self._scale_output()
+        if self.pace is not None:
+            self.pace.restart()
+
+    def set_units(self, units: Tensor | None = None, bias_units: Tensor | None = None) -> None:
+        """Sets the units of all rows, ``(outputs,)`` each, and leaves the parameters as they are."""
+        if units is not None:
+            self.units.copy_(units)
+        if bias_units is not None:
+            self.bias_units.copy_(bias_units)
+        self._scale_output()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._scale_output()
+
+    # What rows are made of
+
+    def output_bias(self) -> Tensor:
+        """Returns what the rows are where all that they read is zero, ``(outputs,)``."""
+        return self.output[:, -1] * self.bias_units
+
+    @torch.no_grad()
+    def set_output_bias(self, values: Tensor) -> None:
+        """Makes the rows ``values``, ``(outputs,)``, where all that they read is zero."""
+        self.output[:, -1] = values / self.bias_units
+
+    @torch.no_grad()
+    def set_direct(self, row: int, columns: Tensor, slopes: Tensor) -> None:
+        """Makes a row move with some inputs, that it reads directly, by these slopes."""
+        where = row, self._num_units + columns
+        self.output[where] = slopes / self._output_scale[where]
+
+    def is_trained(self) -> bool:
+        """Whether rows depend on anything."""
+        return bool((self.output[:, :-1] != 0).any())
+
+    def _paced(self) -> Tensor:
+        """Returns the weights of the output layer that have speeds, a view."""
+        output = self.output.detach()
+        return output if output.numel() <= MOST_PACED else output[:, -1:]
+
+    def quicken(self) -> None:
+        """Adapts the speed of the output layer's weights, after a step of the optimizer; see `Pace`."""
+        if self.pace is not None:
+            self.pace.adapt(self._paced())
+
+    def set_shared(self, rows: Tensor) -> None:
+        """Says to which rows each instance adds something of its own, a boolean ``(outputs,)``; see `Pace`."""
+        if self.pace is not None:
+            self.pace.shared[:, -1] = rows
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights that are not masked."""
+        return sum(int((getattr(self, f"{name}_mask") != 0).sum()) for name in self.layer_names)
+
+    def extra_repr(self) -> str:
+        sizes = " -> ".join(str(bounds[-1]) for bounds in self.bounds)
+        return f"{sizes}, {self.num_parameters} weights"
 
 
-class _Memory(NamedTuple):
-    """What a pass knows.
-
-    ``totals`` are the pre-activations of each layer with what was known before step ``since``, ``(size of the batch,
-    units)``, or ``(1, units)`` of the biases alone: step by step of some steps, and then of all others. ``known`` is
-    what came since, of the inputs and of the units of each hidden layer, ``(size of the batch, features)``.
-    """
-
-    since: int
-    totals: Sequence[Sequence[Tensor]]
-    known: Sequence[Tensor | None]
-
-
-class _MaskedWeights(NamedTuple):
-    """Constants of one pass.
-
-    ``columns`` and ``bounds`` say where the inputs, and the units of each layer, of a step begin. ``reads`` says for
-    each layer what it reads, 0 the inputs and l the units of hidden layer l - 1, side by side in the columns of
-    ``layers``, the masked weights ``(units, features)``; ``steps`` are those of each step.
-    """
-
-    columns: Bounds
-    bounds: Sequence[Bounds]
-    reads: Sequence[tuple[int, ...]]
-    activation: Callable[[Tensor], Tensor]
-    layers: Sequence[Tensor]
-    steps: Sequence[Sequence[Tensor]]
-
-    def advance(self, memory: _Memory, x: Tensor, step: int, stop: int) -> tuple[Tensor, _Memory]:
-        near, count = stop - memory.since, len(memory.totals[0])
-        if near >= count and memory.since + count < len(self.columns) - 1:
-            memory = self._gathered(memory, step, max(stop, step + _BLOCK))
-        value, known = x, list(memory.known)
-        for layer in range(len(self.layers)):
-            before = known[layer]
-            known[layer] = value if before is None else torch.cat((before, value), 1)
-            value = self._total(layer, memory._replace(known=known), step, stop)
-            if value.shape[0] != x.shape[0]:
-                value = value.expand(x.shape[0], -1)
-            if layer + 1 < len(self.layers) and value.shape[1]:
-                value = self.activation(value)
-        return value, memory._replace(known=known)
-
-    def expanded(self, memory: _Memory, step: int, old: torch.Size, new: torch.Size) -> _Memory:
-        """Adds all that is known at the smaller batch first."""
-        if not step:
-            return memory
-        memory = self._gathered(memory, step, step)
-        totals = [
-            [total if len(total) == 1 else expand_batch(total, old, new)]
-            for (total,) in memory.totals
-        ]
-        return memory._replace(totals=totals)
-
-    def _gathered(self, memory: _Memory, step: int, stop: int) -> _Memory:
-        """Returns the memory with all that is known in the totals, and these cut up to ``stop`` into steps."""
-        totals, count = [], len(self.columns) - 1
-        for layer, bounds in enumerate(self.bounds):
-            total, ends = self._total(layer, memory, step, count), bounds[step : stop + 1]
-            ends = ends if stop >= count else (*ends, bounds[-1])
-            totals.append(total.split([end - start for start, end in pairwise(ends)], 1))
-        return _Memory(step, totals, [None] * len(memory.known))
-
-    def _total(self, layer: int, memory: _Memory, step: int, stop: int) -> Tensor:
-        """Returns the pre-activations of a layer's units of some steps, with all that is known."""
-        since = memory.since
-        first = 0
-        bounds = self.bounds[layer]
-        parts = memory.totals[layer][step - since :]
-        total = concatenated(parts[: stop - step] if stop - step < len(parts) else parts)
-        weight = (
-            self.steps[layer][step]
-            if stop == step + 1
-            else self.layers[layer][bounds[step] : bounds[stop]]
-        )
-        for source in self.reads[layer]:
-            value = memory.known[source]
-            starts = self.bounds[source - 1] if source else self.columns
-            if value is not None and value.shape[1] and len(weight):
-                column = first + starts[since]
-                total = torch.addmm(total, value, weight[:, column : column + value.shape[1]].t())
-            first += starts[-1]
-        return total
+def _shares(mask: Tensor, base: float) -> Tensor:
+    """Returns what a layer's weights are multiplied by, of the shape of its mask ``(rows, inputs)``; see `Base`."""
+    kept = mask.to(torch.get_default_dtype())
+    return kept / (kept.sum(-1, keepdim=True) / base).clamp(min=1)

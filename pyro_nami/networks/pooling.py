@@ -6,10 +6,8 @@ that depends on the size of a set. Which instances form a set is said by a reduc
 
 To add a pooling:
 
-* a reduction of a perceptron's units: a method of `reductions.Along` and `reductions.Segments`, named in a class beside
-  `MeanEncoder`;
-* anything else: a subclass of `SetEncoder` with `pool`, which asks a `Reduction` for all that concerns sets;
-* give it a name in `_BUILDERS`: the guide's ``pooling=`` and its error message know it then.
+* write a subclass of `SetEncoder` with `pool`, which asks a `Reduction` for all that concerns sets;
+* name it in `ENCODERS`, which the option ``pooling=`` and its error message read, and build it in `make_encoder`.
 
 References:
     Zaheer et al. 2017, "Deep Sets", theorem 2.
@@ -30,15 +28,14 @@ from pyro_nami.networks.reductions import Counts, Reduction
 __all__ = [
     "ENCODERS",
     "AttentionEncoder",
-    "MaxEncoder",
     "MeanEncoder",
     "OwnEncoder",
     "SetEncoder",
-    "SumEncoder",
     "make_encoder",
 ]
 
 Activation = Callable[[Tensor], Tensor]
+ENCODERS = "mean", "attention"
 
 
 class SetEncoder(nn.Module):
@@ -126,17 +123,21 @@ class SetEncoder(nn.Module):
         self.trained = (state[0], state[1]) if state else None
 
 
-class _PerceptronEncoder(SetEncoder):
-    """Encodes a set by ``W (reduce of perceptron(x_n), reduce of x_n, reduce of 1)``, a linear function.
+class MeanEncoder(SetEncoder):
+    """Encodes a set by ``W (mean of perceptron(x_n), mean of x_n, 1)``, and log(1 + number of instances).
 
-    As the last layer is linear, it is applied to what is reduced. The inputs beside the units are direct weights: a
-    mean of the inputs, what a linear-Gaussian posterior needs, is represented exactly.
+    The last layer is linear, so it is applied to the means. The inputs beside the units are direct weights: a mean of
+    the inputs, which a linear-Gaussian posterior needs, is represented exactly. Features have the same scale for sets
+    of any size.
 
     Parameters are ``layer_0`` ``(units, num_inputs + 1)``, ..., ``output`` ``(num_outputs, units + num_inputs + 1)``,
     with ``hidden_features`` units in the hidden layers.
-    """
 
-    reduction: str  # a method of `Reduction`
+    Example:
+        >>> from pyro_nami.networks import Along
+        >>> MeanEncoder(3, 8)(torch.randn(10, 50, 3), Along(-1)).shape
+        torch.Size([10, 1, 9])
+    """
 
     def __init__(
         self,
@@ -159,40 +160,13 @@ class _PerceptronEncoder(SetEncoder):
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
         units, values = x, [x, x.new_ones(*x.shape[:-1], 1)]
         for weight in weights[:-1]:
-            units = self.activation(F.linear(units, weight[:, :-1], weight[:, -1]))
+            units = self.activation(_affine(units, weight))
         if len(weights) > 1:
             values.insert(0, units)
-        # the gradient of a sum is one row for all, and activations are slow at that
+        # The gradient of a mean is one row for all instances, and activations are slow at that layout.
         if units.requires_grad:
             units.register_hook(_contiguous)
-        reduce = getattr(over, self.reduction)
-        return F.linear(torch.cat([reduce(value) for value in values], -1), weights[-1])
-
-
-class MeanEncoder(_PerceptronEncoder):
-    """Encodes a set as the mean of its instances' features, and log(1 + number of instances).
-
-    Features are a perceptron of the inputs plus a linear function, of the same scale at sizes never trained on.
-
-    Example:
-        >>> from pyro_nami.networks import Along
-        >>> MeanEncoder(3, 8)(torch.randn(10, 50, 3), Along(-1)).shape
-        torch.Size([10, 1, 9])
-    """
-
-    reduction = "mean"
-
-
-class SumEncoder(_PerceptronEncoder):
-    """Encodes a set as the sum of its instances' features, those of `MeanEncoder`, and log(1 + count)."""
-
-    reduction = "sum"
-
-
-class MaxEncoder(_PerceptronEncoder):
-    """Encodes a set by the maxima of a perceptron's units and of the inputs, in a linear layer, and log(1 + count)."""
-
-    reduction = "amax"
+        return F.linear(torch.cat([over.mean(value) for value in values], -1), weights[-1])
 
 
 class OwnEncoder(SetEncoder):
@@ -324,8 +298,10 @@ def make_encoder(
     """
     if callable(spec):
         return OwnEncoder(spec(num_inputs), num_inputs, **factory)
-    encoder = _BUILDERS[spec]
-    return encoder(num_inputs, num_outputs, hidden_features, activation=activation, **factory)
+    if spec == "attention":
+        width = max(hidden_features, default=num_outputs)
+        return AttentionEncoder(num_inputs, num_outputs, width, activation=activation, **factory)
+    return MeanEncoder(num_inputs, num_outputs, hidden_features, activation=activation, **factory)
 
 
 def _contiguous(gradient: Tensor | None) -> Tensor | None:
@@ -354,20 +330,3 @@ def _read_points(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Returns what queries ``(*batch, width)`` read of points with keys and values ``(*batch, points, width)``."""
     scores = (query.unsqueeze(-2) * key).sum(-1, keepdim=True) * query.shape[-1] ** -0.5
     return (scores.softmax(-2) * value).sum(-2)
-
-
-def _attention(
-    num_inputs: int, num_outputs: int, hidden_features: Sequence[int], **options: Any
-) -> SetEncoder:
-    return AttentionEncoder(
-        num_inputs, num_outputs, max(hidden_features, default=num_outputs), **options
-    )
-
-
-_BUILDERS: dict[str, Callable[..., SetEncoder]] = {
-    "mean": MeanEncoder,
-    "sum": SumEncoder,
-    "max": MaxEncoder,
-    "attention": _attention,
-}
-ENCODERS = tuple(_BUILDERS)

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_nami.factors.knots import NeuralSpline
-from pyro_nami.networks.masked import MaskedMLP
-from pyro_nami.networks.stepped import Base, SteppedState
+from pyro_nami.networks.masked import Base, MaskedMLP
+from pyro_nami.networks.stepped import SteppedState
 
 
 class SplineStack(nn.Module):

@@ -12,6 +12,7 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 
 from pyro_nami.factors.wrappers import layers
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import make_whole
 
 __all__ = [
@@ -38,12 +39,10 @@ class _InitContinuous(InitMessenger):
             super()._pyro_sample(msg)
 
 
-def first_run(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], init_loc_fn: Callable
-) -> poutine.Trace:
+def first_run(program: Program, init_loc_fn: Callable) -> poutine.Trace:
     """Returns the trace of a run with every continuous latent at its initial value."""
     with _InitContinuous(init_loc_fn):
-        return poutine.trace(model).get_trace(*args, **kwargs)
+        return poutine.trace(program.model).get_trace(*program.args, **program.kwargs)
 
 
 def is_node(msg: Any) -> bool:

@@ -7,7 +7,7 @@ vague prior does not, so the data decide.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyro
@@ -21,6 +21,7 @@ from pyro_nami.factors.bijections import bijection_to, is_interval, peel_support
 from pyro_nami.program.first_run import first_run, subsamples
 from pyro_nami.program.flat_priors import is_improper
 from pyro_nami.program.isolation import forked_rng, untouched
+from pyro_nami.program.program import Program
 from pyro_nami.program.site_values import any_value
 
 __all__ = ["likely_start", "near_origin"]
@@ -54,9 +55,7 @@ def near_origin(site: Any) -> Tensor:
     return value
 
 
-def likely_start(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], scale: float
-) -> poutine.Trace:
+def likely_start(program: Program, scale: float) -> poutine.Trace:
     """Returns the trace of a run with every continuous latent where it starts.
 
     Latents are near the origin of unconstrained space, or as near to the median of their prior, or to a place between
@@ -64,7 +63,7 @@ def likely_start(
     Normals of a ``scale`` about all latents: first all or none at medians, then one kind after another, while some is
     better elsewhere. The prior has no say: a scale that suits what has yet to move only holds it.
     """
-    first = first_run(model, args, kwargs, near_origin)
+    first = first_run(program, near_origin)
     samples = {name: site for name, site in first.nodes.items() if site["type"] == "sample"}
     latent = {name: site["value"] for name, site in samples.items() if not site["is_observed"]}
     if len(latent) == len(samples):
@@ -72,9 +71,10 @@ def likely_start(
     seen = poutine.Trace()
     for name in subsamples(first.nodes):
         seen.add_node(name, **first.nodes[name])
-    ways = _WaysToMedians(poutine.replay(model, trace=seen), args, kwargs, latent)
+    program = program._replace(model=poutine.replay(program.model, trace=seen))
+    ways = _WaysToMedians(program, latent)
     at = dict[str, float]()
-    with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
+    with untouched(*program.roots), torch.no_grad(), pyro.validation_enabled(False):
         here = ways.likelihoods({}, scale)
         whole = ways.likelihoods(dict.fromkeys(map(_kind, latent), 1.0), scale)
         if _is_better(whole - here):
@@ -97,24 +97,16 @@ class _WaysToMedians:
     """Runs of a model with latents of some kinds at shares of the way from near the origin to their prior medians.
 
     Args:
-        model, args, kwargs: the model, which replays its subsamples, and its arguments.
+        program: the model, which replays its subsamples, and its arguments.
         latent: latent -> its value near the origin.
 
     Attributes:
         shares: kind of latents whose medians are not at the origin -> shares of the way that its priors reach.
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        args: tuple,
-        kwargs: Mapping[str, Any],
-        latent: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, program: Program, latent: Mapping[str, Any]) -> None:
         self.shares: dict[str, tuple[float, ...]] = {}
-        self._model = model
-        self._args = args
-        self._kwargs = kwargs
+        self._program = program
         self._latent = latent
 
     def run(self, at: Mapping[str, float], scale: float) -> poutine.Trace:
@@ -133,7 +125,7 @@ class _WaysToMedians:
                 place = place + at[kind] * median
             return transform(place + scale * _narrowness(site["fn"]) * torch.randn_like(place))
 
-        return first_run(self._model, self._args, self._kwargs, start)
+        return first_run(self._program, start)
 
     def likelihoods(self, at: Mapping[str, float], scale: float) -> Tensor:
         """Returns the log density of the data in each of a few such runs, in nats; least where a run fails."""

@@ -15,12 +15,14 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_nami.program.masks import rounding_of
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
 __all__ = ["differing_site", "few_draws", "of_rank", "takes_many"]
 
 # draws of a run for many that is compared with single runs; one would not show that draws are mixed up
 FEWEST_DRAWS = 3
+MANY_DRAWS = 16  # from which a run for many draws pays for a check or a set-up of its own
 # relative and absolute, of log densities; 1e-2 for other dtypes: what Newton's last step in single precision may leave
 TOLERANCE = {torch.float64: 1e-6}
 # rounding error of a sum of a few terms, in rounding errors of one value; ten times more hides small differences
@@ -70,17 +72,11 @@ def _are_close(here: Tensor, there: Tensor, rounding: Tensor | None) -> bool:
     return bool(same.all())
 
 
-def takes_many(
-    model: Callable,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    draws: Sequence[Mapping[str, Any]],
-    nesting: int,
-) -> bool:
+def takes_many(program: Program, draws: Sequence[Mapping[str, Any]], nesting: int) -> bool:
     """Whether a run at several joint draws of all sites is what runs at each of them are.
 
     Args:
-        model, args, kwargs: a model and its arguments.
+        program: a model and its arguments.
         draws: site -> value, of a run each.
         nesting: the model's plate dims, left of which that of draws stands.
     """
@@ -88,13 +84,13 @@ def takes_many(
         return False
     try:
         with torch.no_grad(), pyro.validation_enabled(False):
-            first = _sites(draws[0], model, args, kwargs)
+            first = _sites(program, draws[0])
             num = few_draws(first.values())
-            alone = [first, *(_sites(draw, model, args, kwargs) for draw in draws[1:num])]
+            alone = [first, *(_sites(program, draw) for draw in draws[1:num])]
             if num > len(alone):
                 return False
             values = {name: _stacked([sites[name] for sites in alone], nesting) for name in first}
-            many = _sites(values, model, args, kwargs, note=of_rank(nesting + 1))
+            many = _sites(program, values, note=of_rank(nesting + 1))
             wrong = differing_site(
                 _log_densities(many),
                 range(num),
@@ -119,13 +115,9 @@ def of_rank(most: int) -> Callable[[Any], None]:
 
 
 def _sites(
-    values: Mapping[str, Any],
-    model: Callable,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    note: Callable[[Any], None] | None = None,
+    program: Program, values: Mapping[str, Any], note: Callable[[Any], None] | None = None
 ) -> dict[str, Any]:
-    sites = Runner(values, note=note).run(model, args, kwargs)
+    sites = program.run(Runner(values, note=note))
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
 
 

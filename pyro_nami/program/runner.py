@@ -22,7 +22,6 @@ from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor, nn
 
 from pyro_nami.factors.completed import completed
-from pyro_nami.messages import warn
 from pyro_nami.program.flat_priors import is_improper
 from pyro_nami.program.site_values import any_value
 
@@ -36,7 +35,6 @@ __all__ = [
     "needs_arguments",
     "outer_sizes",
     "own_dims",
-    "prior_draws",
     "signature_of",
     "takes_observations",
 ]
@@ -212,32 +210,6 @@ def outer_sizes(nesting: int) -> torch.Size:
     plates: list[Any] = [frame for frame in get_plates() if frame.vectorized]
     sizes = {-frame.dim: frame.size for frame in plates}
     return torch.Size(sizes.get(dim, 1) for dim in range(max(sizes, default=0), nesting, -1))
-
-
-def prior_draws(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], count: int
-) -> list[dict[str, Tensor]]:
-    """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where the model fails at some.
-
-    Of improper priors any values stand for draws. Where the model fails at all draws, a warning tells how.
-    """
-    draws, failed = [], None
-    with torch.no_grad():
-        for _ in range(count):
-            try:
-                sites = Runner({}, simulated=True).run(model, args, kwargs)
-                draws.append({name: site["value"] for name, site in sites.items()})
-            except NotImplementedError:
-                return draws
-            except Exception as error:  # noqa: BLE001  whatever a model does at values far out
-                failed = error
-    if failed is not None and not draws:
-        warn(
-            f"The model fails at every one of {count} draws of its prior, the last time with {type(failed).__name__}: "
-            f"{failed} Networks are standardized by the guide's first call alone, and covariates are not found. Mend "
-            "the model, or its prior, such that it runs at draws of it."
-        )
-    return draws
 
 
 def takes_observations(fn: Callable, *, is_guide: bool = False) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,18 +15,19 @@ from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_nami.program.vectorized import unmapped
+from pyro_nami.reading.changes import any_along, moved, numbers_in, same_support, support_of
 from pyro_nami.reading.group_testing import Untested
-from pyro_nami.reading.probe import Place, Probe, Run
+from pyro_nami.reading.probe import TRIES, Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
-from pyro_nami.reading.site_records import any_along, equal, same
 
 __all__ = ["Dependencies", "claim", "intervene", "is_blocked"]
 
 # Draws per site downstream of a value that left torch: one draw may well take the same branch of an `if`.
-_ROUNDS = 16
+ROUNDS = 16
 
 
-class Dependencies(NamedTuple):
+@dataclass
+class Dependencies:
     """What sites read: as provenance claims it, or as interventions have corrected it.
 
     Attributes:
@@ -38,13 +41,13 @@ class Dependencies(NamedTuple):
         failed: a site that was not reached at other values, and why.
     """
 
-    parents: Mapping[str, Set[str]]
-    support: Mapping[str, Set[str]]
-    suspects: Mapping[str, Set[str]]
-    escaped: frozenset[str]
-    hidden: Set[str]
-    checked: Set[str] = frozenset()
-    lost: Sequence[tuple[str, str]] = ()
+    parents: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    support: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    suspects: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    escaped: frozenset[str] = frozenset()
+    hidden: set[str] = field(default_factory=set)
+    checked: set[str] = field(default_factory=set)
+    lost: list[tuple[str, str]] = field(default_factory=list)
     failed: tuple[str, Exception] | None = None
 
 
@@ -56,49 +59,65 @@ def claim(probe: Probe) -> Dependencies:
         # the model may read its data directly
         if name not in probe.latent and isinstance(data, Tensor):
             tracker.tag(data, tracker.provenance(data) | {name})
+    found = Dependencies()
+
+    def note(msg: Any) -> None:
+        """Notes what the site reads, and makes its own name the provenance of its value."""
+        name, fn, value = msg["name"], msg["fn"], msg["value"]
+        if name not in probe.rank:
+            return
+        earlier = set(probe.order[: probe.rank[name]])
+        escaped = tracker.escaped
+        origin: frozenset = frozenset()
+        if isinstance(value, Tensor):
+            # other sites may observe the same data; that alone is no dependence
+            if msg["is_observed"]:
+                origin = tracker.provenance(value) - tracker.provenance(probe.base[name])
+            msg["value"] = value = value.clone()
+            tracker.tag(value, {name})
+        try:
+            density: Any = fn.log_prob(value)
+        # from a transform that knows the inverse of its own draws only
+        except (NotImplementedError, KeyError):
+            density = numbers_in(fn)
+        support = tracker.provenance(numbers_in(support_of(fn)))
+        reads = origin | support | tracker.provenance(density, msg["mask"], msg["scale"])
+        found.parents[name] = earlier & reads
+        found.support[name] = earlier & support & probe.latent
+        found.suspects[name] = earlier & tracker.escaped
+        tracker.escaped = escaped  # what log_prob takes out of torch concerns this site only
+
     with tracker:
-        run = probe.run({}, tracker=tracker)
-    hidden, nothing = _hidden(probe, run), [frozenset[str]()] * 3
-    earlier = {name: frozenset(probe.order[:rank]) for name, rank in probe.rank.items()}
-    reads = {
-        name: [names & earlier[name] for names in run.reads.get(name, nothing)]
-        for name in probe.order
-    }
-    return Dependencies(
-        {name: density | support for name, (density, support, _) in reads.items()},
-        {name: support & probe.latent for name, (_, support, _) in reads.items()},
-        {name: escaped for name, (_, _, escaped) in reads.items()},
-        tracker.escaped & set(probe.order),
-        hidden,
-    )
+        run = probe.run({}, note=note)
+    found.hidden = _hidden(probe, run)
+    found.escaped = tracker.escaped & set(probe.order)
+    return found
 
 
-def intervene(probe: Probe, claimed: Dependencies) -> Dependencies:
+def intervene(probe: Probe, found: Dependencies) -> Dependencies:
     """Corrects what provenance claims, within the budget of runs; takes the safe side where no check was possible.
 
     Example:
         >>> import pyro, pyro.distributions as dist
+        >>> from pyro_nami.program.program import Program
         >>> def model():
         ...     z = pyro.sample("z", dist.Normal(0.0, 1.0)).item()  # leaves torch
         ...     pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(1.0))
-        >>> probe = Probe(model, (), {}, None, (), budget=50)
+        >>> probe = Probe(Program(model, (), {}), None, (), budget=50)
         >>> claim(probe).parents["x"], intervene(probe, claim(probe)).parents["x"]
-        (frozenset(), {'z'})
+        (set(), {'z'})
     """
-    work = _Interventions(probe, claimed)
     if probe.budget > 0:
-        work.check()
-    work.settle()
-    return Dependencies(
-        work.parents,
-        work.support,
-        claimed.suspects,
-        claimed.escaped,
-        work.hidden,
-        work.checked,
-        work.lost,
-        work.failed,
-    )
+        _Interventions(probe, found).check()
+    for rank, name in enumerate(probe.order):
+        earlier = probe.order[:rank]
+        if name in found.hidden:
+            coupled = found.hidden.intersection(earlier)
+            found.parents[name].update(probe.latent.intersection(earlier), coupled)
+            found.parents[name].update(*(found.parents[other] for other in coupled))
+        elif name not in found.checked:
+            found.parents[name] |= found.suspects[name]
+    return found
 
 
 def is_blocked(model: Any) -> bool:
@@ -109,50 +128,39 @@ def is_blocked(model: Any) -> bool:
     return False
 
 
-def _hidden(probe: Probe, run: Run) -> frozenset[str]:
+def _hidden(probe: Probe, run: Run) -> set[str]:
     """The sites that differ between a run at base values and the base run."""
     if run.error is not None:
         raise run.error
-    return frozenset(name for name in probe.order if run.differs(probe.first, name))
+    return {name for name in probe.order if run.differs(probe.first, name)}
 
 
 class _Interventions:
-    """The dependencies in the making, and how they came about."""
+    """Runs of a model that test dependencies, and correct them."""
 
-    def __init__(self, probe: Probe, claimed: Dependencies) -> None:
+    def __init__(self, probe: Probe, found: Dependencies) -> None:
         self.probe = probe
-        self.suspects = claimed.suspects
-        self.hidden = set(claimed.hidden)
-        self.parents = {name: set(parents) for name, parents in claimed.parents.items()}
-        self.support = {name: set(parents) for name, parents in claimed.support.items()}
-        self.checked: set[str] = set()
-        self.lost: list[tuple[str, str]] = []
-        self.failed: tuple[str, Exception] | None = None  # a site that was not reached, and why
+        self.found = found
 
     def check(self) -> None:
         """Spends the budget on the three questions that runs of the model can answer."""
         probe = self.probe
         # Hidden sites, discrete ones often, draw the same value now and then.
-        for _ in range(_ROUNDS if is_blocked(probe.model) else 2):
-            self.hidden |= _hidden(probe, probe.run({}))
+        for _ in range(ROUNDS if is_blocked(probe.program.model) else 2):
+            self.found.hidden |= _hidden(probe, probe.run({}))
         probe.runs = 0
-        probe.redraw(probe.changeable & probe.latent, probe.first)  # the same sites?
+        self._redraw(probe.changeable & probe.latent, probe.first)  # the same sites?
         for plate in probe.plates:
             self._check_plate(plate)
         self._check_edges()
 
-    def settle(self) -> None:
-        """Takes sites that could not be tested to read all that they might."""
-        for rank, name in enumerate(self.probe.order):
-            earlier = self.probe.order[:rank]
-            if name in self.hidden:
-                coupled = [other for other in earlier if other in self.hidden]
-                self.parents[name].update(
-                    u for u in earlier if u in self.probe.latent or u in self.hidden
-                )
-                self.parents[name].update(u for other in coupled for u in self.parents[other])
-            elif name not in self.checked:
-                self.parents[name] |= self.suspects[name]
+    def _redraw(self, names: Collection[str], origin: Run) -> Run:
+        """Repeats a run with other values at some sites, and others again if the model fails at these."""
+        for _ in range(TRIES):
+            run = self.probe.redraw(names, origin)
+            if run.error is None:
+                break
+        return run
 
     def _check_plate(self, plate: str) -> None:
         """Changes half of the instances of a plate, the other half, and one: the rest must not move.
@@ -163,7 +171,7 @@ class _Interventions:
         size = self.probe.sizes[plate]
         dim = self.probe.plates[plate].dim
         inside = [name for name in probe.order if plate in probe.plates_of[name]]
-        sites = [name for name in inside if name not in self.hidden]
+        sites = [name for name in inside if name not in self.found.hidden]
         if size < 2 or len(sites) < 2:
             return
         places = dict.fromkeys(inside, Place(dim, torch.arange(size, device="cpu")))
@@ -173,13 +181,13 @@ class _Interventions:
                 return
             run = probe.redraw_rows(probe.first, places, ~kept)
             for name in sites:
-                moved = partial(self._moved, name, dim, kept)
-                instances = moved(run)
-                if instances and is_blocked(probe.model):
-                    self.hidden.add(name)
+                instances = self._moved(name, dim, kept, run)
+                if instances and is_blocked(probe.program.model):
+                    self.found.hidden.add(name)
                 elif instances:
                     latents = [u for u in inside if u in probe.latent]
-                    culprit = self._pivot(name, latents, probe.first, run, moved) or latents[0]
+                    moves = partial(self._moved, name, dim, kept)
+                    culprit = self._pivot(latents, probe.first, run, moves) or latents[0]
                     raise ValueError(
                         f"Expected independent instances of site '{name}', declared independent in plate '{plate}'; "
                         f"got instance {instances[0]}, which reads other instances of '{culprit}'. Declare this "
@@ -187,13 +195,11 @@ class _Interventions:
                     )
 
     def _moved(self, name: str, dim: int, kept: Tensor, run: Run) -> list[int]:
-        """Which of the ``kept`` instances along ``dim`` have another log density."""
-        before = self.probe.first.records[name].log_prob
-        after = run.records[name].log_prob if name in run.records else None
-        if before is None or after is None or before.shape != after.shape or before.dim() < -dim:
+        """Which of the ``kept`` instances along ``dim`` a run has moved."""
+        if name not in run.sites:
             return []
-        moved = any_along(~equal(before, after), dim).cpu()
-        return (moved & kept).nonzero().flatten().tolist() if len(moved) == len(kept) else []
+        rows = moved(self.probe.first.sites[name], run.sites[name], density_only=True)
+        return (any_along(rows, dim).cpu() & kept).nonzero().flatten().tolist()
 
     def _check_edges(self) -> None:
         """Changes what sites are not known to read: they must not move, or a parent was lost.
@@ -202,7 +208,7 @@ class _Interventions:
         of everything, too, and changing some of the candidates only.
         """
         probe, order = self.probe, self.probe.order
-        for number in range(_ROUNDS if any(self.suspects.values()) else 1):
+        for number in range(ROUNDS if any(self.found.suspects.values()) else 1):
             untested = self._untested(first=number == 0)
             while untested.sites.any() and not probe.spent:
                 origin, changed = self._origin(number), untested.plan()
@@ -210,14 +216,14 @@ class _Interventions:
                 if number % 2:
                     names = random.sample(names, random.randint(1, len(names)))
                 sites = [order[site] for site in untested.test(changed)]
-                run = probe.redraw(names, origin, sites)
+                run = self._redraw(names, origin)
                 for name in sites:
                     if self._repair(name, origin, run):
                         untested.hold(probe.rank[name], self._held(name))
             if number == 0:
-                self.checked = {
+                self.found.checked = {
                     name for name, waits in zip(order, untested.sites) if not waits
-                } - self.hidden
+                } - self.found.hidden
             if untested.sites.any():
                 return
 
@@ -230,7 +236,7 @@ class _Interventions:
             return origin
         latents = self.probe.changeable & self.probe.latent
         some = [name for name in self.probe.order if name in latents and random.random() < 0.5]
-        return self.probe.redraw(some, origin)
+        return self._redraw(some, origin)
 
     def _untested(self, first: bool) -> Untested:
         """What is to be tested, by rank: at first all sites, then those that values which left torch may reach."""
@@ -240,15 +246,15 @@ class _Interventions:
         )
         worth = np.zeros(held.shape, dtype=np.int64)
         for rank, name in enumerate(self.probe.order):
-            suspect = bool(self.suspects[name])
-            if name not in self.hidden and (first or suspect):
+            suspect = bool(self.found.suspects[name])
+            if name not in self.found.hidden and (first or suspect):
                 worth[rank, :rank] = 1 + suspect * count  # goes first
         return Untested(held, worth)
 
     def _held(self, name: str) -> list[bool]:
         """Whether each site has to be held in a run that tests ``name``: what it reads, and later arguments."""
         probe, rank = self.probe, self.probe.rank[name]
-        free = probe.changeable - self.parents[name]
+        free = probe.changeable - self.found.parents[name]
         return [
             u not in free or (i >= rank and u in probe.arguments) for i, u in enumerate(probe.order)
         ]
@@ -263,28 +269,29 @@ class _Interventions:
 
     def _repair(self, name: str, origin: Run, run: Run) -> bool:
         """Adds the parents that were lost, one bisection each, until nothing else moves it; whether any were."""
-        before = len(self.parents[name])
-        if run.error is not None and name in origin.records and name not in run.records:
-            self.failed = self.failed or (name, run.error)
-        while name in origin.records and run.differs(origin, name):
+        before = len(self.found.parents[name])
+        if name not in origin.sites:
+            return False
+        if run.error is not None and name not in run.sites:
+            self.found.failed = self.found.failed or (name, run.error)
+        while run.differs(origin, name):
             candidates = self._candidates(name)
-            culprit = self._pivot(
-                name, candidates, origin, run, partial(Run.differs, origin=origin, name=name)
-            )
+            moves = partial(Run.differs, origin=origin, name=name)
+            culprit = self._pivot(candidates, origin, run, moves)
             found = candidates if culprit is None else [culprit]
-            self.lost += [(parent, name) for parent in found]
-            self.parents[name].update(found)
-            if name in run.records and not same(
-                origin.records[name].support, run.records[name].support
+            self.found.lost += [(parent, name) for parent in found]
+            self.found.parents[name].update(found)
+            if name in run.sites and not same_support(
+                origin.sites[name]["fn"], run.sites[name]["fn"]
             ):
-                self.support[name] |= self.probe.latent.intersection(found)
+                self.found.support[name] |= self.probe.latent.intersection(found)
             if len(found) == len(candidates):
                 break
-            run = self.probe.redraw(self._candidates(name), origin, [name])
-        return len(self.parents[name]) > before
+            run = self._redraw(self._candidates(name), origin)
+        return len(self.found.parents[name]) > before
 
     def _pivot(
-        self, name: str, candidates: list[str], origin: Run, run: Run, changed: Callable[[Run], Any]
+        self, candidates: list[str], origin: Run, run: Run, changed: Callable[[Run], Any]
     ) -> str | None:
         """The candidate that, changed as in ``run`` on top of those before it, brings about what ``changed`` at a site.
 
@@ -296,7 +303,7 @@ class _Interventions:
             if self.probe.spent:
                 return None
             middle = (low + high) // 2
-            values = {u: run.chosen[u] for u in candidates[:middle] if u in run.chosen}
-            between = self.probe.run({**origin.chosen, **values}, only=[name])
+            values = {u: run.values[u] for u in candidates[:middle] if u in run.values}
+            between = self.probe.run({**origin.values, **values})
             low, high = (low, middle) if changed(between) else (middle, high)
         return candidates[low]

@@ -14,10 +14,10 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_nami.program.masks import log_density_of, own_mask, unmasked
+from pyro_nami.program.masks import own_mask, unmasked
 from pyro_nami.program.runner import RunModel
 from pyro_nami.program.site_values import redraw
-from pyro_nami.reading.site_records import same
+from pyro_nami.reading.changes import moved
 
 __all__ = ["read_where_masked"]
 
@@ -39,11 +39,9 @@ def read_where_masked(
             if mask is None or bool(mask.all()):
                 continue
             other = _moved(nodes[name], mask)
-            runs = [
-                _densities(run({**values, name: value}), without=name)
-                for value in (values[name], other)
-            ]
-            if not same(*runs):
+            before, after = (run({**values, name: value}) for value in (values[name], other))
+            others = [u for u in before if u != name and not site_is_subsample(before[u])]
+            if any(_counts(before[u], after.get(u)) for u in others):
                 found.add(name)
     return frozenset(found)
 
@@ -54,8 +52,7 @@ def _moved(site: Mapping[str, Any], mask: Tensor) -> Tensor:
     return torch.where(mask.reshape(mask.shape + (1,) * site["fn"].event_dim), site["value"], other)
 
 
-def _densities(sites: Mapping[str, Any], without: str) -> list[Tensor]:
-    others = [
-        site for name, site in sites.items() if name != without and not site_is_subsample(site)
-    ]
-    return [log_density_of(site) for site in others]
+def _counts(before: Mapping[str, Any], after: Mapping[str, Any] | None) -> bool:
+    """Whether a site differs between two runs in an instance that its mask does not hide."""
+    rows, mask = moved(before, after, density_only=True), own_mask(before)
+    return bool((rows if mask is None else rows & mask).any())

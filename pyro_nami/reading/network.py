@@ -25,6 +25,7 @@ from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site, closed_nesting
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.program import Program
 from pyro_nami.reading.index_maps.finder import MapPlan
 from pyro_nami.reading.index_maps.search import search_maps
 from pyro_nami.reading.interventions import Dependencies, claim, intervene, is_blocked
@@ -107,7 +108,7 @@ def extract(
     """
     kwargs = dict(kwargs or {})
     with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
-        probe = Probe(model, args, kwargs, init, tuple(observed), checks)
+        probe = Probe(Program(model, args, kwargs), init, tuple(observed), checks)
         found = intervene(probe, claim(probe))
         maps, plans, finished = search_maps(probe, found, index_maps or {})
     _warn(probe, found, finished)
@@ -137,7 +138,7 @@ def _network(
             support = frozenset(found.support[name])
             sites.append(Site(name, plates, support_parents=support, marginalized=enumerated))
         edges += [(u, name) for u in sorted(found.parents[name], key=probe.rank.__getitem__)]
-    sizes = {
+    sizes: dict[Any, int] = {
         plate: max(frame.full_size or 0, probe.sizes[plate])
         for plate, frame in probe.plates.items()
     }
@@ -167,7 +168,7 @@ def _warn(probe: Probe, found: Dependencies, finished: bool) -> None:
         for name in probe.order
         if name in found.hidden and not nodes[name]["infer"].get("_drawn")
     ]
-    if hidden and not is_blocked(probe.model):
+    if hidden and not is_blocked(probe.program.model):
         names = ", ".join(f"'{name}'" for name in hidden)
         warn(
             f"Hidden randomness: {names} differ between runs of the model at equal values of all sites, "

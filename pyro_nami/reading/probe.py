@@ -1,12 +1,13 @@
 """`Probe`: runs a model at its base values, at chosen values, or at fresh draws of all instances or some.
 
-Each `Run` holds a `Record` of every site, by which `interventions` and `index_maps` compare runs.
+`interventions` and `index_maps` compare its runs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +17,15 @@ from torch import Tensor
 
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.first_run import is_node, is_partial
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.site_values import any_value, drawn, redraw
-from pyro_nami.reading.provenance import ProvenanceTracker
-from pyro_nami.reading.site_records import Record, recorded, same, spread
+from pyro_nami.reading.changes import differs, spread
 
 __all__ = ["OutOfBudget", "Place", "Probe", "Run"]
 
-# What log_prob raises for a transform that knows the inverse of its own draws only.
-_NO_DENSITY = (NotImplementedError, KeyError)
 # Draws per run that fails at these values (a matrix that is not positive definite, say).
-_RETRIES = 3
+TRIES = 3
 
 Choose = Callable[[Any], Any]
 
@@ -42,181 +41,115 @@ class Place(NamedTuple):
     rows: Tensor
 
 
-class Run:
-    """One run of a model with chosen values, and what each site was like in it, a latent always at its base value.
-
-    Args:
-        base: the base value per site.
-        choice: takes a message, returns the value that the site shall hand to the model (None: as it comes).
-        tracker: a `ProvenanceTracker` that follows the run.
-        only: the sites to record; None for all.
+class Run(NamedTuple):
+    """One run of a model with chosen values.
 
     Attributes:
-        values: the value of each site, and of each plate the instances; ``chosen`` those that ``choice`` gave.
-        sites: the message of each site, as the run left it.
-        records: what each site was like.
-        reads: with a tracker, per site the names that reached its log density, its support, and Python.
+        values: the value that the model got at each site, and of each plate the instances.
+        sites: site -> its message; of an observed site with the data that the model itself observes.
         error: what ended the run early.
     """
 
-    def __init__(
-        self,
-        base: Mapping[str, Any],
-        choice: Choose,
-        tracker: Any = None,
-        only: Container[str] | None = None,
-    ) -> None:
-        self._base = base
-        self._choice = choice
-        self._tracker = tracker
-        self._only = only
-        self.values: dict[str, Any] = {}
-        self.chosen: dict[str, Any] = {}
-        self.sites: dict[str, Any] = {}
-        self.records: dict[str, Record] = {}
-        self.reads: dict[str, tuple[frozenset, frozenset, frozenset]] = {}
-        self.error: Exception | None = None
-        self._data: Any = None  # what the model observes at the site that the run is at
-
-    def make(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Runs the model."""
-        Runner({}, choose=self._choose, note=self._note).run(model, args, kwargs)
+    values: dict[str, Any]
+    sites: dict[str, Any]
+    error: Exception | None
 
     def differs(self, origin: Run, name: str) -> bool:
         """Whether a site is not, to the bit, what it was in another run."""
-        return not same(self.records.get(name), origin.records.get(name))
-
-    def _choose(self, msg: Any) -> Any:
-        if not (is_node(msg) or is_partial(msg)):
-            return None
-        value, self._data = self._choice(msg), msg["value"]
-        if value is not None:
-            self.chosen[msg["name"]] = value
-            if value is self._data:  # the model itself observed the changed argument
-                self._data = self._base[msg["name"]]
-        return value
-
-    def _note(self, msg: Any) -> None:
-        name, value = msg["name"], msg["value"]
-        if site_is_subsample(msg):
-            self.values[name] = value
-        elif is_node(msg):
-            self.values[name], self.sites[name] = value, msg
-            if self._tracker is not None:
-                msg["value"] = self._follow(msg, self._tracker)
-            elif self._only is None or name in self._only:
-                judged = self._data if msg["is_observed"] else self._base.get(name, value)
-                # as a stranger, not as the draw that transforms remember
-                if isinstance(judged, Tensor):
-                    judged = judged.clone()
-                self.records[name] = recorded(msg, judged, Exception if self._base else _NO_DENSITY)
-
-    def _follow(self, msg: Any, tracker: ProvenanceTracker) -> Any:
-        """Notes what the site read, and returns its value with the site's own name as its provenance."""
-        name = msg["name"]
-        value = msg["value"]
-        escaped = tracker.escaped
-        origin: frozenset = frozenset()
-        if isinstance(value, Tensor):
-            # other sites may observe the same data; that alone is no dependence
-            if msg["is_observed"]:
-                origin = tracker.provenance(value) - tracker.provenance(self._base[name])
-            value = value.clone()
-            tracker.tag(value, {name})
-        record = self.records[name] = recorded(msg, value, _NO_DENSITY)
-        density = origin | tracker.provenance(record.log_prob, record.inputs)
-        self.reads[name] = (
-            density - {name},
-            tracker.provenance(record.support) - {name},
-            tracker.escaped,
-        )
-        tracker.escaped = escaped  # what log_prob takes out of torch concerns this site only
-        return value
+        return differs(origin.sites[name], self.sites.get(name))
 
 
 class Probe:
-    """A model with its arguments and base values: everything that another run of it needs.
+    """A program with base values, run again and again at others.
 
     Args:
-        model, args, kwargs: the model and its arguments.
+        program: the model and its arguments.
         init: site -> a constrained value, for latents that cannot be sampled.
         observed: sites that are sampled here but that inference will condition on.
         budget: the most runs that are to be made.
 
     Attributes:
-        first: the base run, ``trace`` its trace, and ``base`` its values.
-        order: the sites in model order, and ``rank`` their places in it.
-        latent, observed: those that the model samples, and those that inference conditions on.
+        first: the base run, and ``trace`` its trace.
+        latent, observed: the sites that the model samples, and those that inference conditions on.
         arguments: the observed sites whose values are arguments of the model.
         changeable: the sites that an intervention can change.
-        frames: per site those of its vectorized plates, ``plates_of`` their names, and ``plates`` one for each name.
-        sizes: per plate the number of instances in a run; ``runs``: the number of runs so far.
+        frames: per site those of its vectorized plates.
+        sizes: per plate the number of instances in a run.
+        runs: the number of runs so far.
 
     Example:
         >>> import pyro, pyro.distributions as dist
         >>> def model():
         ...     z = pyro.sample("z", dist.Normal(0.0, 1.0))
         ...     pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(1.0))
-        >>> probe = Probe(model, (), {}, None, (), budget=10)
+        >>> probe = Probe(Program(model, (), {}), None, (), budget=10)
         >>> run = probe.redraw(["z"], probe.first)
         >>> run.differs(probe.first, "x"), run.differs(probe.first, "z")
         (True, False)
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        args: tuple,
-        kwargs: Mapping[str, Any],
-        init: Any,
-        observed: Collection[str],
-        budget: int,
-    ) -> None:
-        self.model = model
-        self.args = args
-        self.kwargs = kwargs
+    def __init__(self, program: Program, init: Any, observed: Collection[str], budget: int) -> None:
+        self.program = program
         self.budget = budget
-        self.runs = 0
         self.first, self.trace = self._first_run(init)
-        self.base, self.order = self.first.values, tuple(self.first.records)
-        self.rank = {name: i for i, name in enumerate(self.order)}
-        sites: dict[str, Any] = {name: self.trace.nodes[name] for name in self.order}
+        self.runs = 0
+        sites = self.first.sites
         seen = {name for name, site in sites.items() if site["is_observed"]}
         for name in observed:
             if name not in sites:
                 raise ValueError(
                     f"Expected the names of sample sites in `observed`; got '{name}'. "
-                    f"The model's sites are: {', '.join(self.order) or 'none'}."
+                    f"The model's sites are: {', '.join(sites) or 'none'}."
                 )
         self.latent, self.observed = frozenset(sites) - seen, seen.union(observed)
-        given = {id(value) for value in (*args, *kwargs.values())}
+        given = {id(value) for value in (*program.args, *program.kwargs.values())}
         self.arguments = frozenset(name for name in seen if id(self.base[name]) in given)
-        tensors = {name: value for name, value in self.base.items() if isinstance(value, Tensor)}
-        full = {name for name, value in tensors.items() if value.numel()}
         self.changeable = frozenset(
-            name for name in sites if name in full and not site_is_factor(sites[name])
+            name
+            for name, site in sites.items()
+            if isinstance(self.base[name], Tensor)
+            and self.base[name].numel()
+            and not site_is_factor(site)
         )
-        self.device = next((value.device for value in tensors.values()), torch.device("cpu"))
         self.frames = {
-            name: [f for f in site["cond_indep_stack"] if f.vectorized]
+            name: [frame for frame in site["cond_indep_stack"] if frame.vectorized]
             for name, site in sites.items()
         }
-        self.plates_of = {
+        self.sizes = {plate: self._size(frame) for plate, frame in self.plates.items()}
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """The values of the base run."""
+        return self.first.values
+
+    @functools.cached_property
+    def order(self) -> tuple[str, ...]:
+        """The sites in model order."""
+        return tuple(self.first.sites)
+
+    @functools.cached_property
+    def rank(self) -> dict[str, int]:
+        """Site -> its place in the model's order."""
+        return {name: i for i, name in enumerate(self.order)}
+
+    @functools.cached_property
+    def plates(self) -> dict[str, Any]:
+        """Plate -> one frame of it, that of the first site in it."""
+        frames = [frame for name in self.order for frame in self.frames[name]]
+        return {frame.name: frame for frame in reversed(frames)}
+
+    @functools.cached_property
+    def plates_of(self) -> dict[str, frozenset[str]]:
+        """Site -> its vectorized plates."""
+        return {
             name: frozenset(frame.name for frame in frames) for name, frames in self.frames.items()
         }
-        self.plates = {
-            frame.name: frame for name in reversed(self.order) for frame in self.frames[name]
-        }
-        self.sizes = {}
-        for plate, frame in self.plates.items():
-            inside = [
-                site["fn"].batch_shape
-                for name, site in sites.items()
-                if plate in self.plates_of[name]
-            ]
-            self.sizes[plate] = (
-                frame.size if frame.size > 0 else max(shape[frame.dim] for shape in inside)
-            )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first tensor in the base run."""
+        tensors = (value for value in self.base.values() if isinstance(value, Tensor))
+        return next((value.device for value in tensors), torch.device("cpu"))
 
     @property
     def spent(self) -> bool:
@@ -225,7 +158,7 @@ class Probe:
 
     def attempt(self, make: Callable[..., Run], *args: Any) -> Run:
         """Makes a run, and again if the model fails at the values that were drawn; ends by `OutOfBudget`."""
-        for _ in range(_RETRIES):
+        for _ in range(TRIES):
             if self.spent:
                 raise OutOfBudget
             run = make(*args)
@@ -237,13 +170,17 @@ class Probe:
         self,
         values: Mapping[str, Any],
         draw: Choose = lambda msg: None,
-        tracker: Any = None,
-        only: Any = None,
+        note: Callable[[Any], None] = lambda msg: None,
     ) -> Run:
-        """Runs the model with ``values``, else what ``draw`` returns, else the base values; records sites ``only``.
+        """Runs the model with ``values``, else what ``draw`` returns, else the base values.
 
-        An observed site whose value is an argument of the model is changed by changing the argument.
+        An observed site whose value is an argument of the model is changed by changing the argument. ``note`` sees the
+        message of each site once it has its value.
         """
+        self.runs += 1
+        swaps = {id(self.base[name]): values[name] for name in self.arguments if name in values}
+        args = tuple(swaps.get(id(value), value) for value in self.program.args)
+        kwargs = {key: swaps.get(id(value), value) for key, value in self.program.kwargs.items()}
 
         def choose(msg: Any) -> Any:
             name, value = msg["name"], values.get(msg["name"])
@@ -251,15 +188,7 @@ class Probe:
                 value = draw(msg)
             return self.base.get(name) if value is None and not msg["is_observed"] else value
 
-        self.runs += 1
-        swaps = {id(self.base[name]): values[name] for name in self.arguments if name in values}
-        args = tuple(swaps.get(id(value), value) for value in self.args)
-        kwargs = {key: swaps.get(id(value), value) for key, value in self.kwargs.items()}
-        run = Run(self.base, choose, tracker, only)
-        try:
-            run.make(self.model, args, kwargs)
-        except Exception as error:  # noqa: BLE001  whatever a model does at values that it was not written for
-            run.error = error
+        run = _run(self.program._replace(args=args, kwargs=kwargs), choose, note, self.base)
         self._check_sites(run)
         return run
 
@@ -272,31 +201,19 @@ class Probe:
             ),
         )
 
-    def redraw(
-        self,
-        names: Iterable[str],
-        origin: Run,
-        only: Any = None,
-        other: Any = None,
-        attempts: int = _RETRIES,
-    ) -> Run:
-        """Repeats ``origin`` with other values at the sites ``names``; again if the model fails at these.
+    def redraw(self, names: Iterable[str], origin: Run, other: Any = None) -> Run:
+        """Repeats ``origin`` with other values at the sites ``names``.
 
         ``other`` makes one for a name and a distribution: by default a draw that differs in every element.
         """
         names, make = frozenset(names), other or (lambda name, fn: redraw(fn, origin.values[name]))
         observed = [name for name in self.order if name in names and name not in self.latent]
-        held = {name: value for name, value in origin.chosen.items() if name not in names}
-
-        def draw(msg: Any) -> Any:
-            return make(msg["name"], msg["fn"]) if msg["name"] in names else None
-
-        for _ in range(attempts):
-            data = {name: make(name, self.trace.nodes[name]["fn"]) for name in observed}
-            run = self.run({**held, **data}, draw, only=only)
-            if run.error is None:
-                break
-        return run
+        held = {name: value for name, value in origin.values.items() if name not in names}
+        data = {name: make(name, self.trace.nodes[name]["fn"]) for name in observed}
+        return self.run(
+            {**held, **data},
+            lambda msg: make(msg["name"], msg["fn"]) if msg["name"] in names else None,
+        )
 
     def redraw_rows(
         self, origin: Run, places: Mapping[str, Place], chosen: Tensor, data: Collection[str] = ()
@@ -314,23 +231,29 @@ class Probe:
             return torch.where(spread(chosen[rows].to(base.device), dim), new, base)
 
         latents = self.latent & self.changeable & places.keys()
-        return self.redraw(latents.union(data), origin, other=other, attempts=1)
+        return self.redraw(latents.union(data), origin, other)
 
     def _first_run(self, init: Callable[[dict], Tensor] | None) -> tuple[Run, poutine.Trace]:
         """Draws the base values; where the model fails at every draw, it takes those of ``init``."""
-        for retries in reversed(range(_RETRIES + 1)):
-            run = Run({}, functools.partial(_first_value, init=init, drawing=retries > 0))
-            tracer = poutine.trace(self.model)
-            try:
-                run.make(tracer, self.args, self.kwargs)
+        for drawing in (True,) * TRIES + (False,):
+            tracer = poutine.trace(self.program.model)
+            choose = functools.partial(_first_value, init=init, drawing=drawing)
+            run = _run(self.program._replace(model=tracer), choose)
+            if run.error is None:
                 break
-            except Exception:  # at draws far out, say, which a model need not be written for
-                if not retries:
-                    raise
+        if run.error is not None:
+            raise run.error
         for node in tracer.trace.nodes.values():
             if node["type"] == "sample" and isinstance(node["value"], Tensor):
                 node["value"] = node["value"].detach()
         return run, tracer.trace
+
+    def _size(self, frame: Any) -> int:
+        """Returns the size of a plate; where the model does not say it, that of its sites."""
+        inside = [name for name in self.order if frame.name in self.plates_of[name]]
+        return max(
+            frame.size, *(self.first.sites[name]["fn"].batch_shape[frame.dim] for name in inside)
+        )
 
     def _check_sites(self, run: Run) -> None:
         changed = [name for name in run.sites if name not in self.rank]
@@ -344,6 +267,49 @@ class Probe:
                 "depending on the values of other sites. Sample it in every run, and switch its effect with "
                 "`torch.where` or `poutine.mask`."
             )
+
+
+def _run(
+    program: Program,
+    choose: Choose,
+    note: Callable[[Any], None] = lambda msg: None,
+    base: Mapping[str, Any] = MappingProxyType({}),
+) -> Run:
+    """Runs a program with chosen values at its sites.
+
+    Args:
+        program: the model and its arguments.
+        choose: message of a site, or of a plate of which the model takes a part -> its value; None: as it comes.
+        note: sees the message of each site once it has its value.
+        base: site -> value in the base run, which stands for the data of a site whose argument is changed.
+    """
+    values: dict[str, Any] = {}
+    sites: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+
+    def chosen(msg: Any) -> Any:
+        if not (is_node(msg) or is_partial(msg)):
+            return None
+        name, value = msg["name"], choose(msg)
+        if msg["is_observed"]:
+            data[name] = base[name] if value is msg["value"] else msg["value"]
+        return value
+
+    def noted(msg: Any) -> None:
+        name, value = msg["name"], msg["value"]
+        if site_is_subsample(msg):
+            values[name] = value
+        elif is_node(msg):
+            values[name] = value
+            sites[name] = {**msg, "value": data.get(name, value)}
+            note(msg)
+
+    error = None
+    try:
+        program.run(Runner({}, choose=chosen, note=noted))
+    except Exception as raised:  # noqa: BLE001  whatever a model does at values that it was not written for
+        error = raised
+    return Run(values, sites, error)
 
 
 def _first_value(msg: Any, init: Callable[[dict], Tensor] | None, drawing: bool) -> Any:

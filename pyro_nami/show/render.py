@@ -11,9 +11,8 @@ __all__ = ["IMAGE_FORMATS", "render"]
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -61,16 +60,17 @@ def render(
     """
     if not isinstance(structure, (BayesNet, Inverse)):
         raise TypeError(f"Expected a BayesNet or an Inverse; got {type(structure).__name__}.")
-    writers: dict[str, Callable[[BayesNet | Inverse], str | bytes | graphviz.Source]] = {
-        "text": str,
-        "mermaid": _mermaid,
-        "dot": _dot,
-        "graphviz": _source,
-        **{image: partial(_image, format=image) for image in IMAGE_FORMATS},
-    }
-    if format not in writers:
-        raise ValueError(f"Expected format to be one of {', '.join(writers)}; got {format!r}.")
-    drawn = writers[format](structure)
+    formats = ("text", "mermaid", "dot", "graphviz", *IMAGE_FORMATS)
+    if format not in formats:
+        raise ValueError(f"Expected format to be one of {', '.join(formats)}; got {format!r}.")
+    if format == "text":
+        drawn: str | bytes | graphviz.Source = str(structure)
+    elif format == "mermaid":
+        drawn = _mermaid(structure)
+    elif format == "dot":
+        drawn = _dot(structure)
+    else:
+        drawn = _by_graphviz(_dot(structure), format)
     if path is not None:
         content = drawn if isinstance(drawn, (str, bytes)) else drawn.source
         Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -78,21 +78,20 @@ def render(
 
 
 class Node(NamedTuple):
-    """A site as it is drawn; ``lines`` are its name and what there is to say about it."""
+    """A site as it is drawn: its id, the lines of its text, and one of the styles in `_DOT_STYLES`."""
 
     id: str
-    lines: tuple[str, ...]
-    observed: bool
-    border: str  # "solid", "dashed" (marginalized) or "dotted" (predictive)
+    lines: list[str]
+    style: str
 
 
 class Edge(NamedTuple):
-    """An arrow; ``text`` is empty where there is nothing to say."""
+    """An arrow between the nodes of these ids; dashed if it is fill-in; its text may be empty."""
 
     source: str
     target: str
-    dashed: bool
-    text: str
+    dashed: bool = False
+    text: str = ""
 
 
 @dataclass
@@ -104,9 +103,11 @@ class Box:
     boxes: dict[Hashable, Box] = field(default_factory=dict)
 
 
-def _draw(structure: BayesNet | Inverse) -> tuple[Box, list[Edge]]:
-    net = structure if isinstance(structure, BayesNet) else structure.net
-    shown = [name for name, site in net.sites.items() if structure is net or not site.marginalized]
+def _layout(structure: BayesNet | Inverse) -> tuple[Box, list[Edge]]:
+    """Returns the nodes in their nested plates, and the edges between them."""
+    inverse = structure if isinstance(structure, Inverse) else None
+    net = structure.net if isinstance(structure, Inverse) else structure
+    shown = [name for name, site in net.sites.items() if not (inverse and site.marginalized)]
     ids = {name: f"n{i}" for i, name in enumerate(shown)}
     # A plate whose sites are among another's is drawn inside it.
     count = Counter(itertools.chain.from_iterable(net.plates.values()))
@@ -121,63 +122,61 @@ def _draw(structure: BayesNet | Inverse) -> tuple[Box, list[Edge]]:
                 # The size of a ragged nested plate is its number of instances in all outer ones together.
                 size = f"{net.plate_sizes[plate]}{' in all' if plate in net.nesting else ''}"
                 box = box.boxes.setdefault(plate, Box(f"{label(plate)} ({size})"))
-        box.nodes.append(_node(structure, net, name, ids[name]))
-    return outer, list(_edges(structure, ids))
+        box.nodes.append(_node(net, inverse, name, ids[name]))
+    edges = (
+        _inverse_edges(inverse, ids) if inverse else (Edge(ids[u], ids[v]) for u, v in net.edges)
+    )
+    return outer, list(edges)
 
 
-def _node(structure: BayesNet | Inverse, net: BayesNet, name: Hashable, id: str) -> Node:
-    lines = [label(name)]
-    border = "solid"
+def _node(net: BayesNet, inverse: Inverse | None, name: Hashable, id: str) -> Node:
     site = net.sites[name]
+    lines = [label(name)]
+    style = "observed" if site.observed else "solid"
     if site.marginalized:
-        lines, border = [*lines, "marginalized"], "dashed"
-    if isinstance(structure, Inverse) and structure.joint.get(name):
-        lines.append(f"jointly over {plate_list(net, structure.joint[name])}")
-    if isinstance(structure, Inverse) and name in structure.predictive:
-        lines, border = [*lines, "from the model"], "dotted"
-    return Node(id, tuple(lines), site.observed, border)
+        lines.append("marginalized")
+        style = "dashed"
+    if inverse and inverse.joint.get(name):
+        lines.append(f"jointly over {plate_list(net, inverse.joint[name])}")
+    if inverse and name in inverse.predictive:
+        lines.append("from the model")
+        style = "dotted"
+    return Node(id, lines, style)
 
 
-def _edges(structure: BayesNet | Inverse, ids: Mapping[Hashable, str]) -> Iterator[Edge]:
-    if isinstance(structure, BayesNet):
-        yield from (Edge(ids[u], ids[t], False, "") for u, t in structure.edges)
-        return
-    adjacent = {frozenset(edge) for edge in structure.net.edges}
-    for v in reversed(structure.order):
-        for u in structure.parents[v]:
-            pooled = plate_list(structure.net, structure.pooled(v, u))
-            yield Edge(
-                ids[u],
-                ids[v],
-                frozenset((u, v)) not in adjacent,
-                f"over {pooled}" if pooled else "",
-            )
+def _inverse_edges(inverse: Inverse, ids: Mapping[Hashable, str]) -> Iterator[Edge]:
+    adjacent = {frozenset(edge) for edge in inverse.net.edges}
+    for v in reversed(inverse.order):
+        for u in inverse.parents[v]:
+            pooled = plate_list(inverse.net, inverse.pooled(v, u))
+            text = f"over {pooled}" if pooled else ""
+            yield Edge(ids[u], ids[v], frozenset((u, v)) not in adjacent, text)
+
+
+_MERMAID_STYLES = {
+    "observed": "fill:#bbb",
+    "dashed": "stroke-dasharray:6 4",
+    "dotted": "stroke-dasharray:2 2",
+}
 
 
 def _mermaid(structure: BayesNet | Inverse) -> str:
-    outer, edges = _draw(structure)
+    outer, edges = _layout(structure)
     body = list(_mermaid_box(outer, "  ", itertools.count()))
     for edge in edges:
         text = f'|"{_mermaid_text(edge.text)}"|' if edge.text else ""
         body.append(f"  {edge.source} {'-.->' if edge.dashed else '-->'}{text} {edge.target}")
-    styles = {
-        "observed": "fill:#bbb",
-        "dashed": "stroke-dasharray:6 4",
-        "dotted": "stroke-dasharray:2 2",
-    }
-    used = [
-        f"  classDef {name} {style}"
-        for name, style in styles.items()
-        if any(f":::{name}" in b for b in body)
-    ]
-    return "\n".join(["flowchart TD", *body, *used])
+    for name, style in _MERMAID_STYLES.items():
+        if any(line.endswith(f":::{name}") for line in body):
+            body.append(f"  classDef {name} {style}")
+    return "\n".join(["flowchart TD", *body])
 
 
 def _mermaid_box(box: Box, indent: str, numbers: Iterator[int]) -> Iterator[str]:
     for node in box.nodes:
-        style = "observed" if node.observed else node.border
         text = "<br>".join(map(_mermaid_text, node.lines))
-        yield f'{indent}{node.id}(["{text}"])' + (f":::{style}" if style != "solid" else "")
+        style = f":::{node.style}" if node.style in _MERMAID_STYLES else ""
+        yield f'{indent}{node.id}(["{text}"]){style}'
     for inner in box.boxes.values():
         yield f'{indent}subgraph p{next(numbers)}["{_mermaid_text(inner.title)}"]'
         yield from _mermaid_box(inner, indent + "  ", numbers)
@@ -189,24 +188,29 @@ def _mermaid_text(text: str) -> str:
     return re.sub(r"[^\w .,:()\[\]'/-]", lambda found: f"#{ord(found[0])};", text)
 
 
+_DOT_STYLES = {
+    "solid": "style=filled, fillcolor=white",
+    "observed": "style=filled, fillcolor=gray",
+    "dashed": 'style="filled,dashed", fillcolor=white',
+    "dotted": 'style="filled,dotted", fillcolor=white',
+}
+
+
 def _dot(structure: BayesNet | Inverse) -> str:
-    outer, edges = _draw(structure)
+    outer, edges = _layout(structure)
     body = list(_dot_box(outer, "  ", itertools.count()))
     for edge in edges:
-        options = ["style=dashed"] * edge.dashed + [f"label={_dot_text(edge.text)}"] * bool(
-            edge.text
-        )
-        body.append(
-            f"  {edge.source} -> {edge.target}" + (f" [{', '.join(options)}]" if options else "")
-        )
+        options = ["style=dashed"] if edge.dashed else []
+        if edge.text:
+            options.append(f"label={_dot_text(edge.text)}")
+        suffix = f" [{', '.join(options)}]" if options else ""
+        body.append(f"  {edge.source} -> {edge.target}{suffix}")
     return "\n".join(["digraph {", *body, "}"])
 
 
 def _dot_box(box: Box, indent: str, numbers: Iterator[int]) -> Iterator[str]:
     for node in box.nodes:
-        fill = "gray" if node.observed else "white"
-        style = "filled" if node.border == "solid" else f'"filled,{node.border}"'
-        yield f"{indent}{node.id} [label={_dot_text(*node.lines)}, style={style}, fillcolor={fill}]"
+        yield f"{indent}{node.id} [label={_dot_text(*node.lines)}, {_DOT_STYLES[node.style]}]"
     for inner in box.boxes.values():
         yield f"{indent}subgraph cluster_{next(numbers)} {{"
         yield f"{indent}  label={_dot_text(inner.title)}; labeljust=r; labelloc=b"
@@ -222,20 +226,17 @@ def _dot_text(*lines: str) -> str:
     return '"' + "\\n".join(escaped) + '"'
 
 
-def _source(structure: BayesNet | Inverse) -> graphviz.Source:
+def _by_graphviz(dot: str, format: str) -> bytes | graphviz.Source:
+    """Returns the graphviz object of a DOT text, or an image that the program ``dot`` draws."""
     try:
         import graphviz
     except ImportError as error:
         raise ImportError(
             f"Expected the graphviz package for this format; got none. Run `{_INSTALL}`."
         ) from error
-    return graphviz.Source(_dot(structure))
-
-
-def _image(structure: BayesNet | Inverse, format: str) -> bytes:
-    source = _source(structure)
-    import graphviz
-
+    source = graphviz.Source(dot)
+    if format == "graphviz":
+        return source
     try:
         return source.pipe(format=format)
     except graphviz.ExecutableNotFound as error:

@@ -11,8 +11,7 @@ from pyro.infer import config_enumerate
 from torch.utils.data import TensorDataset
 
 from pyro_nami import AutoNaMIGuide, amortize, from_simulator
-from pyro_nami.amortize import SOAP, AmortizedPosterior, amortizing
-from pyro_nami.amortize import posterior as posteriors
+from pyro_nami.amortize import SOAP, AmortizedPosterior, amortizing, improvement
 from pyro_nami.inference import History, Simulator
 from pyro_nami.messages import OneByOne
 
@@ -127,7 +126,7 @@ def test_where_few_draws_are_effective_there_are_more(monkeypatch):
     def refused(*_, **__):
         raise AssertionError("Annealed, where more draws would do.")
 
-    monkeypatch.setattr(posteriors, "annealed_importance_sampling", refused)
+    monkeypatch.setattr(improvement, "annealed_importance_sampling", refused)
 
     def model():
         with pyro.plate("rows", 6):
@@ -178,12 +177,12 @@ def test_where_few_draws_are_effective_there_are_more(monkeypatch):
 
 @pytest.mark.parametrize("affordable", [5_000, 2**40])
 def test_where_draws_take_long_there_are_fewer_to_resample_from(affordable, monkeypatch):
-    asked, sample = [], posteriors.importance_sample
+    asked, sample = [], improvement.importance_sample
     monkeypatch.setattr(
-        posteriors, "elements_of_a_draw", lambda proposal: posteriors._WORK / affordable
+        improvement, "elements_of_a_draw", lambda proposal: improvement.MAX_WORK / affordable
     )
     monkeypatch.setattr(
-        posteriors,
+        improvement,
         "importance_sample",
         lambda *args, **kwargs: asked.append(kwargs) or sample(*args, **kwargs),
     )

@@ -508,15 +508,16 @@ def test_simulations_that_are_not_finite_are_left_out_or_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "panels"), [("ranks", 5), ("ecdf", 5), ("coverage", 5), ("tarp", 1)]
+    ("kind", "sites"),
+    [("ranks", None), ("ecdf", None), ("coverage", None), ("coverage", [JOINT_TARP])],
 )
-def test_figures_have_a_panel_for_every_site(kind, panels, tmp_path):
+def test_figures_have_a_panel_for_every_site(kind, sites, tmp_path):
     import matplotlib.pyplot
 
-    figure = calibrated(ConjugateGuide(), num_datasets=100, num_draws=20).plot(kind)
-    assert len(figure.axes) == panels
+    figure = calibrated(ConjugateGuide(), num_datasets=100, num_draws=20).plot(kind, sites=sites)
+    assert len(figure.axes) == (1 if sites else 5)
     assert not matplotlib.pyplot.get_fignums()
-    if kind == "tarp":
+    if sites:
         figure.savefig(tmp_path / "figure.png")
         assert (tmp_path / "figure.png").stat().st_size > 5000
 
@@ -525,9 +526,7 @@ def test_figures_name_what_they_cannot_draw(monkeypatch):
     result = calibrated(prior_guide, num_datasets=50, num_draws=9)
     titles = [axes.get_title(loc="left") for axes in result.plot(sites=["mu", "v"]).axes]
     assert titles == ["mu", "v  (2 elements)"]
-    with pytest.raises(
-        ValueError, match="kind to be one of ranks, ecdf, coverage, tarp; got 'bars'"
-    ):
+    with pytest.raises(ValueError, match="kind to be one of ranks, ecdf, coverage; got 'bars'"):
         result.plot("bars")
     with pytest.raises(ValueError, match="sites with ranks, .*; got 'x'"):
         result.plot(sites=["x"])

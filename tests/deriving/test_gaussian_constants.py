@@ -25,7 +25,7 @@ SEEN = torch.arange(12) % 4 > 0
 @pytest.fixture(autouse=True)
 def scales_are_learned(monkeypatch):
     """As those are of which there are more, so that blocks are derived in every step."""
-    monkeypatch.setattr(first_latents, "MOST_MARGINAL", 0)
+    monkeypatch.setattr(first_latents, "MOST_ON_GRID", 0)
 
 
 def normal(name, loc=0.0, scale=1.0, **kwargs):
@@ -178,7 +178,9 @@ def steps(model, monkeypatch, *, afresh, particles=1, change=None):
             found.append(
                 torch.cat([loss.detach().reshape(1), *(slope.flatten() for slope in slopes)])
             )
-            kept.append([each is not None for each in guide._reader.memory.constants.values()])
+            kept.append(
+                [each is not None for each in guide._reader.memory.derived.constants.values()]
+            )
     assert {"mu", "w"} & set(guide.conjugate)
     return torch.stack(found), kept
 
@@ -278,10 +280,10 @@ def test_constants_are_forgotten_with_the_rest_and_are_not_saved(monkeypatch):
     for _ in range(4):
         Trace_ELBO().differentiable_loss(schools, guide, data).backward()
     memory = guide._reader.memory
-    assert [each is not None for each in memory.constants.values()] == [True]
-    assert memory.__getstate__()["constants"] == {}
+    assert [each is not None for each in memory.derived.constants.values()] == [True]
+    assert memory.__getstate__()["derived"].constants == {}
     with torch.no_grad():  # what is kept is not used, as its results are others by rounding
         monkeypatch.setattr(derivation, "FromConstants", None)
         guide(data)
     guide.load_state_dict(guide.state_dict())
-    assert memory.constants == {}
+    assert memory.derived.constants == {}

@@ -43,7 +43,7 @@ Y = torch.tensor(1.0)
         ({"covariates": "none"}, TypeError, "covariates .*got 'none'"),
         ({"index_maps": {("a", "y"): None}}, TypeError, "index_maps .*callables"),
         ({"index_maps": {"a": lambda *args: 0}}, TypeError, "index_maps"),
-        ({"pooling": "median"}, ValueError, "pooling"),
+        ({"pooling": "max"}, ValueError, "pooling to be one of mean, attention, or a callable"),
     ],
 )
 def test_options_out_of_range(options, error, message):

@@ -336,7 +336,7 @@ def pooled_children(y):
         pyro.sample("y", dist.Normal(torch.zeros(y.shape[1]), z.unsqueeze(-1)).to_event(1), obs=y)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "sum", "max", "attention"])
+@pytest.mark.parametrize("pooling", ["mean", "attention"])
 def test_the_activation_is_that_of_set_encoders_too(pooling):
     guide = amortized(pooled_children, activation=torch.nn.functional.elu, pooling=pooling)
     guide(torch.randn(5, 2))

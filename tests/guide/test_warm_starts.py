@@ -99,11 +99,11 @@ def test_copies_and_other_devices_begin_anew(tmp_path):
     w, y = draws(20)
     guide = guide_of(Logistic(), y)
     guide.log_prob({"w": w}, observations={"y": y})
-    assert guide._reader.memory.starts
+    assert guide._reader.memory.derived.starts
     torch.save(guide.state_dict(), tmp_path / "guide.pt")
-    assert not guide._reader.memory.__getstate__()["starts"]
+    assert not guide._reader.memory.__getstate__()["derived"].starts
     guide.double().float()
-    assert not guide._reader.memory.starts
+    assert not guide._reader.memory.derived.starts
 
 
 class TestDataSets:
@@ -150,7 +150,7 @@ def test_values_kept_are_those_of_the_first_draw_and_newer_ones_replace_them():
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr("pyro_nami.guide.warm_starts._ELEMENTS", 6)
+    monkeypatch.setattr("pyro_nami.guide.warm_starts.MOST_ELEMENTS", 6)
     data = DataSets.of({"x": torch.arange(5.0)}, {"x": 0, "z": 1}, 0)
     starts = Starts()
     starts.note(data, {"z": torch.arange(10.0).reshape(5, 2)})

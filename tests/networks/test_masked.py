@@ -1,4 +1,4 @@
-"""Masked networks: the Jacobian law, and the laws of the incremental pass, for both networks."""
+"""Masked networks: the Jacobian law, and the laws of the incremental pass."""
 
 import copy
 import itertools
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal, Normal, constraints
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyro_nami.networks import MaskedMLP, SeparateMLP
+from pyro_nami.networks import MaskedMLP
 
 
 def ones(outputs, inputs):
@@ -52,30 +52,6 @@ DEPENDENCIES = {
 }
 
 
-def rows_by_columns(dependency):
-    """The factors of equal rows, in order of appearance."""
-    groups = {}
-    for row, columns in enumerate(dependency.tolist()):
-        groups.setdefault(tuple(columns), []).append(row)
-    return list(groups.values())
-
-
-def separate(dependency, hidden_features=(64,), *, output_splits=None, **options):
-    """A SeparateMLP whose factors are the equal rows of each step."""
-    factors, start = [], 0
-    for size in output_splits or [len(dependency)]:
-        for rows in rows_by_columns(dependency[start : start + size]):
-            factors.append([start + row for row in rows])
-        start += size
-    return SeparateMLP(
-        dependency, hidden_features, factors=factors, output_splits=output_splits, **options
-    )
-
-
-NETWORKS = {"masked": MaskedMLP, "separate": separate}
-both = pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
-
-
 def randomized(mlp, seed=0):
     """The same network with weights drawn at random, those of the output layer too."""
     torch.manual_seed(seed)
@@ -91,7 +67,7 @@ def support_of(mlp, inputs):
     return (jacobian != 0).any(0)
 
 
-def sampler(build, seed=0, steps=12, width=16, depth=2, **options):
+def sampler(seed=0, steps=12, width=16, depth=2, **options):
     """A network over steps of 0 to 2 columns and 0 to 3 rows, in which every row reads some earlier columns."""
     torch.manual_seed(seed)
     inputs, outputs = torch.randint(0, 3, (steps,)).tolist(), torch.randint(0, 4, (steps,)).tolist()
@@ -100,7 +76,9 @@ def sampler(build, seed=0, steps=12, width=16, depth=2, **options):
         torch.arange(sum(inputs)) < known[:, None]
     )
     options = {"dtype": torch.double, **options}
-    mlp = build(dependency, (width,) * depth, input_splits=inputs, output_splits=outputs, **options)
+    mlp = MaskedMLP(
+        dependency, (width,) * depth, input_splits=inputs, output_splits=outputs, **options
+    )
     return randomized(mlp, seed), inputs
 
 
@@ -127,9 +105,8 @@ def advance_all(mlp, x, inputs, stops):
     "hidden_features", [(1,), (2,), (4,), (7, 3), (16,), (64,), (5, 64, 2)], ids=str
 )
 @pytest.mark.parametrize("dependency", DEPENDENCIES.values(), ids=DEPENDENCIES)
-@both
-def test_jacobian_support_is_the_dependency_at_every_width(build, dependency, hidden_features):
-    mlp = randomized(build(dependency, hidden_features, dtype=torch.double))
+def test_jacobian_support_is_the_dependency_at_every_width(dependency, hidden_features):
+    mlp = randomized(MaskedMLP(dependency, hidden_features, dtype=torch.double))
     assert torch.equal(support_of(mlp, dependency.shape[1]), dependency)
 
 
@@ -138,44 +115,33 @@ WITHOUT_SKIP = "chain", "tree", "random 1", "random 3"
 
 
 @pytest.mark.parametrize(
-    ("build", "name", "hidden_features", "options"),
+    ("name", "hidden_features", "options"),
     [
-        *(
-            (build, "random 0", (6, 6), {"activation": f})
-            for f in ACTIVATIONS
-            for build in NETWORKS.values()
-        ),
-        # Hidden units alone carry every dependency when wide enough; separate networks need no width.
-        *(
-            (MaskedMLP, name, (20,) * depth, {"skip": False})
-            for name in WITHOUT_SKIP
-            for depth in (1, 3)
-        ),
-        (separate, "chain", (1, 1), {"skip": False}),
-        (MaskedMLP, "chain", (4, 4), {}),
+        *(("random 0", (6, 6), {"activation": f}) for f in ACTIVATIONS),
+        # Hidden units alone carry every dependency when wide enough.
+        *((name, (20,) * depth, {"skip": False}) for name in WITHOUT_SKIP for depth in (1, 3)),
+        ("chain", (4, 4), {}),
     ],
 )
 def test_jacobian_law_holds_for_other_activations_and_without_a_skip(
-    build, name, hidden_features, options
+    name, hidden_features, options
 ):
-    mlp = randomized(build(DEPENDENCIES[name], hidden_features, dtype=torch.double, **options))
+    mlp = randomized(MaskedMLP(DEPENDENCIES[name], hidden_features, dtype=torch.double, **options))
     assert torch.equal(support_of(mlp, DEPENDENCIES[name].shape[1]), DEPENDENCIES[name])
 
 
 @pytest.mark.parametrize("skip", [True, False])
-@both
-def test_hidden_units_carry_more_than_the_skip_does(build, skip):
+def test_hidden_units_carry_more_than_the_skip_does(skip):
     dependency = ones(4, 4).tril()
-    mlp = randomized(build(dependency, (8,), skip=skip, dtype=torch.double))
+    mlp = randomized(MaskedMLP(dependency, (8,), skip=skip, dtype=torch.double))
     x = torch.randn(2, 4, dtype=torch.double)
     first, second = (torch.autograd.functional.jacobian(mlp, point) for point in x)
     assert torch.equal((first - second).abs() > 1e-9, dependency)
 
 
-@both
-def test_rows_without_parents_are_their_bias(build):
+def test_rows_without_parents_are_their_bias():
     dependency = DEPENDENCIES["random 2"]
-    mlp = randomized(build(dependency, (16,)))
+    mlp = randomized(MaskedMLP(dependency, (16,)))
     mlp.set_output_bias(torch.arange(11.0))
     empty = ~dependency.any(1)
     torch.testing.assert_close(
@@ -197,9 +163,7 @@ IN_STEPS = {"input_splits": [2, 0], "output_splits": [2, 1]}
             r"skip=False; got hidden_features=\[4\], which loses \d+ of 210\. 20 units",
         ),
         (lambda: MaskedMLP(TWO, (8, 0)), r"at least 1 each; got \[8, 0\]"),
-        (lambda: separate(TWO, (8, 0)), r"at least 1 each; got \[8, 0\]"),
         (lambda: MaskedMLP(TWO, (), skip=False), "Expected at least one hidden layer or skip=True"),
-        (lambda: separate(TWO, (), skip=False), "Expected at least one hidden layer or skip=True"),
     ],
 )
 def test_networks_that_cannot_be_are_errors(make, error):
@@ -232,41 +196,12 @@ def test_masked_network_is_a_perceptron_with_masked_weights():
     torch.testing.assert_close(mlp(x), (rows + output[:, -1:]).T)
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_separate_networks_are_small_perceptrons(skip):
-    """Oracle: every factor evaluated alone with its slices of the weights."""
-    dependency = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 0, 0], [0, 1, 1], [0, 0, 0]]).bool()
-    factors = [[3], [2, 0], [1], [4]]
-    mlp = randomized(
-        SeparateMLP(dependency, (6, 4), factors=factors, skip=skip, dtype=torch.double)
-    )
-    layer_0, layer_1, output = (parameter.detach() for parameter in mlp.parameters())
-    x = torch.randn(5, 3, dtype=torch.double)
-    expected = torch.zeros(5, 5, dtype=torch.double)
-    for factor, rows in enumerate(factors):
-        read = x[:, dependency[rows[0]]]
-        count = read.shape[1]
-        value = torch.cat((read, torch.zeros_like(read[:1])))
-        value = nn.functional.silu(value @ layer_0[factor, :, :count].T + layer_0[factor, :, -1])
-        value = nn.functional.silu(value @ layer_1[factor, :, :-1].T + layer_1[factor, :, -1])
-        value = value[:-1] - value[-1:]  # relative to what they are at zero
-        for index, row in enumerate(rows):
-            weight = output[factor, index]
-            expected[:, row] = weight[-1]
-            if count:
-                expected[:, row] += value @ weight[:4]
-            if skip:
-                expected[:, row] += read @ weight[4 : 4 + count]
-    torch.testing.assert_close(mlp(x), expected)
-
-
-@both
-def test_linear_gaussian_posterior_is_exact(build):
+def test_linear_gaussian_posterior_is_exact():
     """Oracle: the conditional of a multivariate normal; skip weights are its regressions in sampling order."""
     factor = torch.randn(7, 7, dtype=torch.double)
     joint = MultivariateNormal(torch.zeros(7, dtype=torch.double), factor @ factor.T + torch.eye(7))
     context, covariance = 3, joint.covariance_matrix
-    mlp = build(ones(4, 7).tril(context - 1), (5,), dtype=torch.double)
+    mlp = MaskedMLP(ones(4, 7).tril(context - 1), (5,), dtype=torch.double)
     weight = torch.zeros(4, 7, dtype=torch.double)
     variance = torch.zeros(4, dtype=torch.double)
     for row in range(4):
@@ -274,19 +209,15 @@ def test_linear_gaussian_posterior_is_exact(build):
         weight[row, known] = torch.linalg.solve(covariance[known, known], covariance[known, own])
         variance[row] = covariance[own, own] - weight[row, known] @ covariance[known, own]
     with torch.no_grad():
-        if build is MaskedMLP:
-            mlp.output[:, 5:12] = weight
-        else:
-            mlp.output[:, 0, 5:11] = weight[:, :6]
+        mlp.output[:, 5:12] = weight
     x = joint.sample((50,))
     log_prob = Normal(mlp(x), variance.sqrt()).log_prob(x[:, context:]).sum(-1)
     observed = MultivariateNormal(torch.zeros(3, dtype=torch.double), covariance[:3, :3])
     torch.testing.assert_close(log_prob, joint.log_prob(x) - observed.log_prob(x[:, :3]))
 
 
-@both
-def test_network_without_rows_returns_none(build):
-    mlp = build(ones(0, 3), (8,), input_splits=[2, 1], output_splits=[0, 0])
+def test_network_without_rows_returns_none():
+    mlp = MaskedMLP(ones(0, 3), (8,), input_splits=[2, 1], output_splits=[0, 0])
     rows, state = mlp.start().advance(torch.zeros(4, 2), 1)
     assert rows.shape == (4, 0)
     assert state.advance(torch.zeros(4, 1), 2)[0].shape == mlp(torch.zeros(4, 3)).shape == (4, 0)
@@ -303,9 +234,8 @@ def test_network_without_hidden_layers_is_linear():
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(4))
-@both
-def test_every_split_into_advances_gives_the_dense_rows(build, seed, depth):
-    mlp, inputs = sampler(build, seed, steps=6, depth=depth)
+def test_every_split_into_advances_gives_the_dense_rows(seed, depth):
+    mlp, inputs = sampler(seed, steps=6, depth=depth)
     x = torch.randn(5, sum(inputs), dtype=torch.double)
     dense = mlp(x)
     for cuts in itertools.product([False, True], repeat=5):
@@ -314,9 +244,8 @@ def test_every_split_into_advances_gives_the_dense_rows(build, seed, depth):
 
 
 @pytest.mark.parametrize("seed", range(8))
-@both
-def test_long_passes_with_random_merges_give_the_dense_rows_and_gradients(build, seed):
-    mlp, inputs = sampler(build, seed, steps=45, width=(7, 60)[seed % 2])
+def test_long_passes_with_random_merges_give_the_dense_rows_and_gradients(seed):
+    mlp, inputs = sampler(seed, steps=45, width=(7, 60)[seed % 2])
     x = torch.randn(3, sum(inputs), dtype=torch.double, requires_grad=True)
     weight = torch.randn(3, mlp.out_features, dtype=torch.double)
     keep = (1.0, 0.7, 0.2, 0.05)[seed % 4]
@@ -331,9 +260,8 @@ def test_long_passes_with_random_merges_give_the_dense_rows_and_gradients(build,
     assert all(gradient.abs().sum() > 0 for gradient in expected)
 
 
-@both
-def test_steps_agree_in_single_precision(build):
-    mlp, inputs = sampler(build, 3, steps=30, width=64, dtype=torch.float)
+def test_steps_agree_in_single_precision():
+    mlp, inputs = sampler(3, steps=30, width=64, dtype=torch.float)
     x = torch.randn(10, sum(inputs))
     rows = one_by_one(mlp, x, inputs)
     assert rows.dtype == torch.float
@@ -354,9 +282,8 @@ def test_steps_agree_in_single_precision(build):
     ids=str,
 )
 @pytest.mark.parametrize("steps", [3, 30])
-@both
-def test_batch_shapes_of_advances_broadcast(build, steps, shapes):
-    mlp, inputs = sampler(build, 1, steps=steps)
+def test_batch_shapes_of_advances_broadcast(steps, shapes):
+    mlp, inputs = sampler(1, steps=steps)
     starts = [0, steps // 3, 2 * steps // 3, steps]
     per_step = [shapes[sum(step >= start for start in starts[1:])] for step in range(steps)]
     chunks = [
@@ -370,9 +297,8 @@ def test_batch_shapes_of_advances_broadcast(build, steps, shapes):
     torch.testing.assert_close(torch.cat([new.expand(*full, -1) for new in rows], -1), dense)
 
 
-@both
-def test_a_state_may_be_advanced_twice(build):
-    mlp, inputs = sampler(build, 2, steps=20)
+def test_a_state_may_be_advanced_twice():
+    mlp, inputs = sampler(2, steps=20)
     x, y = torch.randn(2, 4, sum(inputs), dtype=torch.double)
     state = mlp.start()
     for step in range(10):
@@ -387,10 +313,9 @@ def test_a_state_may_be_advanced_twice(build):
     assert [tensor._version for tensor in mlp.parameters()] == versions
 
 
-@both
-def test_samples_carry_gradients_to_every_parameter(build):
+def test_samples_carry_gradients_to_every_parameter():
     splits = {"input_splits": [0] + [1] * 12, "output_splits": [1] * 12 + [0]}
-    mlp = randomized(build(ones(12, 12).tril(-1), (6, 6), **splits))
+    mlp = randomized(MaskedMLP(ones(12, 12).tril(-1), (6, 6), **splits))
     state, x, total = mlp.start(), torch.empty(5, 0), 0.0
     for step in range(12):
         rows, state = state.advance(x, step + 1)
@@ -415,12 +340,9 @@ def test_sampling_multiplies_no_more_than_one_dense_pass(steps):
     assert 0 < count_flops(lambda: one_by_one(mlp, x, inputs)) <= dense
 
 
-@both
-def test_each_hidden_unit_is_computed_once(build):
+def test_each_hidden_unit_is_computed_once():
     computed = []
-    mlp, inputs = sampler(
-        build, 0, steps=20, activation=lambda x: computed.append(x.numel()) or x.tanh()
-    )
+    mlp, inputs = sampler(0, steps=20, activation=lambda x: computed.append(x.numel()) or x.tanh())
     x = torch.randn(5, sum(inputs), dtype=torch.double)
     one_by_one(mlp, x, inputs)
     incremental = sum(computed)
@@ -440,51 +362,41 @@ def test_a_small_context_is_not_computed_at_the_size_of_the_samples():
 # Parameters
 
 
-@both
-def test_the_output_starts_at_the_bias_that_is_set(build):
-    mlp = build(DEPENDENCIES["random 5"], (16, 16))
+def test_the_output_starts_at_the_bias_that_is_set():
+    mlp = MaskedMLP(DEPENDENCIES["random 5"], (16, 16))
     x = torch.randn(4, 8)
     assert torch.equal(mlp(x), torch.zeros(4, 11))
     mlp.set_output_bias(torch.linspace(-1, 1, 11))
     torch.testing.assert_close(mlp(x), torch.linspace(-1, 1, 11).expand(4, -1))
 
 
-@both
-def test_units_start_at_unit_scale_however_many_inputs_they_have(build):
+def test_units_start_at_unit_scale_however_many_inputs_they_have():
     """Weights of variance 1/n on n standardized inputs, and biases of variance 1/(3n); 5 standard errors."""
     taken = []
     dependency = ones(30, 30).tril()[[0, 4, 29]]
-    mlp = build(dependency, (3000,), activation=lambda x: taken.append(x) or x, dtype=torch.double)
+    mlp = MaskedMLP(
+        dependency, (3000,), activation=lambda x: taken.append(x) or x, dtype=torch.double
+    )
     mlp(torch.randn(2000, 30, dtype=torch.double))
     mean_square = taken[-1].square().flatten(0, -1).mean()
     fan_in = torch.tensor([1.0, 5.0, 30.0])
     assert mean_square.item() == pytest.approx((1 + 1 / (3 * fan_in)).mean().item(), abs=0.1)
 
 
-@pytest.mark.parametrize(
-    ("network", "expected"),
-    [
-        (MaskedMLP(ones(3, 4), (5, 6)), {"layer_0": (5, 5), "layer_1": (6, 6), "output": (3, 11)}),
-        (
-            separate(torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 1]]).bool(), (5, 6)),
-            {"layer_0": (2, 5, 3), "layer_1": (2, 6, 6), "output": (2, 2, 9)},
-        ),
-    ],
-    ids=["masked", "separate"],
-)
-def test_parameters_have_the_documented_shapes(network, expected):
+def test_parameters_have_the_documented_shapes():
+    network = MaskedMLP(ones(3, 4), (5, 6))
+    expected = {"layer_0": (5, 5), "layer_1": (6, 6), "output": (3, 11)}
     assert {
         name: tuple(parameter.shape) for name, parameter in network.named_parameters()
     } == expected
     assert set(network.state_dict()) > set(expected)
 
 
-@both
-def test_copies_and_loaded_networks_agree(build):
-    mlp, inputs = sampler(build, 0)
+def test_copies_and_loaded_networks_agree():
+    mlp, inputs = sampler(0)
     x = torch.randn(3, sum(inputs), dtype=torch.double)
     duplicate = copy.deepcopy(mlp)
-    loaded, _ = sampler(build, 0)
+    loaded, _ = sampler(0)
     for parameter in loaded.parameters():
         nn.init.zeros_(parameter)
     loaded.load_state_dict(mlp.state_dict())
@@ -496,9 +408,8 @@ def test_copies_and_loaded_networks_agree(build):
         torch.testing.assert_close(one_by_one(other, x, inputs), expected)
 
 
-@both
-def test_networks_move_between_types(build):
-    mlp, inputs = sampler(build, 0)
+def test_networks_move_between_types():
+    mlp, inputs = sampler(0)
     x = torch.randn(3, sum(inputs), dtype=torch.double)
     expected = mlp(x)
     single = copy.deepcopy(mlp).to(torch.float)
@@ -508,10 +419,9 @@ def test_networks_move_between_types(build):
     assert mlp.to("meta")(x.to("meta")).shape == expected.shape
 
 
-@both
-def test_parameters_may_become_pyro_params(build):
+def test_parameters_may_become_pyro_params():
     pyro.clear_param_store()
-    mlp, inputs = sampler(build, 0)
+    mlp, inputs = sampler(0)
     x = torch.randn(3, sum(inputs), dtype=torch.double)
     expected = mlp(x)
     names = [name for name, _ in mlp.named_parameters()]

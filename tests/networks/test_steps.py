@@ -3,29 +3,20 @@
 import pytest
 import torch
 
-from pyro_nami.networks import Base, MaskedMLP, Pace, Running, SeparateMLP, tempered
+from pyro_nami.networks import Base, MaskedMLP, Pace, Running, tempered
 
 RATE = 1e-3
 
 
-def masked(inputs: int, width: int, base: Base) -> MaskedMLP:
+def build(inputs: int, width: int, base: Base) -> MaskedMLP:
     return MaskedMLP(
         torch.ones(2, inputs, dtype=torch.bool), (width,), base=base, activation=torch.tanh
     )
 
 
-def separate(inputs: int, width: int, base: Base) -> SeparateMLP:
-    dependency = torch.ones(2, inputs, dtype=torch.bool)
-    return SeparateMLP(dependency, (width,), factors=[[0], [1]], base=base, activation=torch.tanh)
-
-
-both = pytest.mark.parametrize("build", [masked, separate])
-
-
-@both
 @pytest.mark.parametrize("inputs", [1, 20, 800])
 @pytest.mark.parametrize("width", [4, 64, 512])
-def test_a_step_moves_a_row_by_the_rate_times_the_bases(build, inputs, width):
+def test_a_step_moves_a_row_by_the_rate_times_the_bases(inputs, width):
     """The bias gives 1, the direct weights at most their base, the units theirs, whatever the numbers."""
     base = Base(2.0, 4.0, 3.0)
     mlp, x = build(inputs, width, base), torch.ones(1, inputs)
@@ -37,8 +28,7 @@ def test_a_step_moves_a_row_by_the_rate_times_the_bases(build, inputs, width):
     assert RATE <= moved <= (1 + base.inputs + base.output + 0.01) * RATE
 
 
-@both
-def test_another_base_leaves_the_function_as_it_is(build):
+def test_another_base_leaves_the_function_as_it_is():
     mlp, x = build(30, 50, Base(1.0, 2.0, 1.0)), torch.randn(4, 30)
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter)
@@ -47,8 +37,7 @@ def test_another_base_leaves_the_function_as_it_is(build):
     torch.testing.assert_close(mlp(x), before)
 
 
-@both
-def test_units_and_speeds_scale_rows_and_survive_saving(build):
+def test_units_and_speeds_scale_rows_and_survive_saving():
     mlp, x = build(3, 5, Base()), torch.randn(4, 3)
     torch.nn.init.normal_(mlp.output)
     before, bias = mlp(x).detach(), mlp.output_bias().detach()

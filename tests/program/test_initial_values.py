@@ -9,14 +9,15 @@ from pyro.infer.reparam import LatentStableReparam
 
 from pyro_nami.program.first_run import first_run
 from pyro_nami.program.initial_values import likely_start, near_origin
+from pyro_nami.program.program import Program
 
 
 def starts(model, *args):
     """Latent -> where it starts, with the same random numbers as `near_origin`."""
     pyro.set_rng_seed(0)
-    trace = likely_start(model, args, {}, 0.1)
+    trace = likely_start(Program(model, args, {}), 0.1)
     pyro.set_rng_seed(0)
-    plain = first_run(model, args, {}, near_origin)
+    plain = first_run(Program(model, args, {}), near_origin)
     samples = {
         name: site["value"] for name, site in plain.nodes.items() if site["type"] == "sample"
     }

@@ -7,7 +7,8 @@ import torch
 from models import local_normals
 from pyro import poutine
 
-from pyro_nami.program.runner import Runner, prior_draws
+from pyro_nami.program.program import Program
+from pyro_nami.program.runner import Runner
 
 
 def test_handlers_outside_see_nothing():
@@ -42,15 +43,15 @@ def test_there_are_no_draws_where_a_site_cannot_be_drawn():
         def __call__(self, *args, **kwargs):
             raise NotImplementedError
 
-    assert prior_draws(lambda: pyro.sample("z", Undrawn(0.0, 1.0)), (), {}, 4) == []
-    assert len(prior_draws(local_normals, (torch.zeros(3),), {}, 4)) == 4
+    assert Program(lambda: pyro.sample("z", Undrawn(0.0, 1.0)), (), {}).prior_draws(4) == []
+    assert len(Program(local_normals, (torch.zeros(3),), {}).prior_draws(4)) == 4
 
 
 def test_numbers_stand_for_draws_of_an_improper_prior_but_where_draws_are_needed():
     def improper():
         pyro.sample("z", dist.ImproperUniform(dist.constraints.real, (), ()))
 
-    assert len({draw["z"].item() for draw in prior_draws(improper, (), {}, 4)}) == 4
+    assert len({draw["z"].item() for draw in Program(improper, (), {}).prior_draws(4)}) == 4
     runner = Runner({})
     runner.is_sampling = True
     with pytest.raises(NotImplementedError):
@@ -62,7 +63,7 @@ def test_draws_at_which_the_model_fails_are_left_out():
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
         pyro.factor("f", (1e3 * z.clamp(min=0.0)).exp() * 0.0)
 
-    draws = prior_draws(failing, (), {}, 40)
+    draws = Program(failing, (), {}).prior_draws(40)
     assert 5 < len(draws) < 35 and all(draw["z"] < 0.1 for draw in draws)
 
 
@@ -72,7 +73,7 @@ def test_a_model_that_fails_at_every_draw_is_told_of():
         z @ torch.zeros(4)
 
     with pytest.warns(UserWarning, match="fails at every one of 4 draws.*RuntimeError"):
-        assert prior_draws(failing, (), {}, 4) == []
+        assert Program(failing, (), {}).prior_draws(4) == []
 
 
 def test_a_reference_value_of_another_event_shape_names_the_site():

@@ -25,7 +25,8 @@ from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import Target, log_densities
 from pyro_nami.messages import OneByOne
 from pyro_nami.program.many_draws import takes_many
-from pyro_nami.program.runner import Runner, prior_draws
+from pyro_nami.program.program import Program
+from pyro_nami.program.runner import Runner
 from pyro_nami.program.vectorized import Vectorized
 
 
@@ -372,7 +373,7 @@ def test_a_chain_that_indexes_by_its_states_is_given_up_early():
             z = pyro.sample(f"z_{t}", dist.Categorical(p[z]))
             seen.append(z.numel())
 
-    draws = prior_draws(model, (), {}, 3)
+    draws = Program(model, (), {}).prior_draws(3)
     seen.clear()
-    assert not takes_many(model, (), {}, draws, 0)
+    assert not takes_many(Program(model, (), {}), draws, 0)
     assert max(seen) < 100

@@ -518,7 +518,13 @@ def test_an_empty_plate_has_an_empty_map(size):
         alpha = values["alpha"].expand(size)
         messages = {"alpha": dist.Normal(torch.zeros(size), 1.0), "y": dist.Normal(alpha[:0], 1.0)}
         return {
-            name: {"fn": fn, "value": fn.mean, "mask": None, "scale": 1.0}
+            name: {
+                "fn": fn,
+                "value": fn.mean,
+                "mask": None,
+                "scale": 1.0,
+                "is_observed": False,
+            }
             for name, fn in messages.items()
         }
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.program.runner import RunModel
-from pyro_nami.reading.site_records import any_along, moved, spread
+from pyro_nami.reading.changes import any_along, moved, spread
 
 __all__ = ["NONE", "SEVERAL", "MapPlan", "Trial", "along", "completed", "find_maps", "maps_hold"]
 

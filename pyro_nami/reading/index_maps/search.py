@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from pyro_nami.program.site_values import redraw
+from pyro_nami.reading.changes import any_along
 from pyro_nami.reading.index_maps.finder import NONE, SEVERAL, MapPlan, Trial, along, completed
 from pyro_nami.reading.index_maps.given import given_by_plates
 from pyro_nami.reading.index_maps.nesting import Nesting
 from pyro_nami.reading.interventions import Dependencies
 from pyro_nami.reading.probe import OutOfBudget, Probe
-from pyro_nami.reading.site_records import any_along
 
 __all__ = ["search_maps"]
 
@@ -42,13 +42,14 @@ def search_maps(
 
     Example:
         >>> import pyro, pyro.distributions as dist
+        >>> from pyro_nami.program.program import Program
         >>> from pyro_nami.reading.interventions import claim
         >>> def model(county):
         ...     with pyro.plate("county", 3):
         ...         alpha = pyro.sample("alpha", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("obs", 4):
         ...         pyro.sample("y", dist.Normal(alpha[county], 1.0), obs=torch.zeros(4))
-        >>> probe = Probe(model, (torch.tensor([0, 2, 1, 1]),), {}, None, (), budget=100)
+        >>> probe = Probe(Program(model, (torch.tensor([0, 2, 1, 1]),), {}), None, (), budget=100)
         >>> search_maps(probe, claim(probe), {})[0]
         {('obs', 'county'): tensor([0, 2, 1, 1])}
     """

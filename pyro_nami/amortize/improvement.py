@@ -1,0 +1,186 @@
+"""Better draws for data sets of which few weighted draws of a guide are effective.
+
+They are resampled from more draws of the guide. Where these are too few as well, annealed importance sampling carries
+them to the posterior.
+"""
+
+from __future__ import annotations
+
+__all__ = ["annealed", "improved", "weighted"]
+
+import contextlib
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from pyro_nami.annealing.annealing import annealed_importance_sampling
+from pyro_nami.inference.cost import elements_of_a_draw
+from pyro_nami.inference.importance import Proposal, importance_sample
+from pyro_nami.inference.observations import Observations
+from pyro_nami.inference.target import Target
+from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples
+from pyro_nami.messages import OneByOne
+
+MAX_FACTOR = 256  # times as many draws as are asked for, to resample from; a power of 4
+MAX_ELEMENTS = 2**25  # of draws to resample from at a time, which bounds memory
+MAX_WORK = 2**34  # elements of tensors computed for one data set: some 20 seconds of one core
+
+
+def improved(
+    target: Target,
+    data: Mapping[str, Any],
+    drawn: WeightedSamples,
+    bad: Tensor,
+    unknown: Tensor,
+    progress: bool,
+) -> WeightedSamples:
+    """Returns draws of which those of bad data sets are replaced by better ones.
+
+    Args:
+        target: the model and the guide, and the share of the draws that are the prior's.
+        data: observed site -> value.
+        drawn: weighted draws of the guide.
+        bad: which data sets to improve, ``(*data sets)``.
+        unknown: which data sets the guide knows nothing of, ``(data sets or 1,)``; they are annealed from the prior.
+        progress: whether to show a progress bar where this takes more than a second.
+    """
+    if bad.dim() == 0:
+        several = {name: torch.as_tensor(value)[None] for name, value in data.items()}
+        batch = _changed(drawn, lambda part: part.unsqueeze(1))
+        found = improved(target, several, batch, bad[None], unknown, progress)
+        return _changed(found, lambda part: part.squeeze(1))
+    data_sets = target.observing(data)[0].data
+    # the weights and their order take as much memory as 16 elements
+    elements = max(16, sum(value[0, 0].numel() for value in drawn.samples.values()))
+    most_draws = min(MAX_ELEMENTS // elements, _affordable(target, data_sets))
+    search = _Search(target, data_sets, drawn.num_samples, most_draws, progress)
+    drawn = replace(drawn, pool=Pool.none(drawn.log_evidence))
+    unknown = bad & unknown.to(bad.device)
+    parts = unknown.nonzero().squeeze(-1).split(max(1, most_draws // drawn.num_samples))
+    for rows in filter(len, parts):
+        with contextlib.suppress(NotImplementedError, ValueError):
+            drawn = _replaced(drawn, rows, search.annealed(rows, None))
+            bad = bad.index_fill(0, rows, False)
+    return search.resampled(drawn, bad.nonzero().squeeze(-1), min(4, search.most))
+
+
+class _Search(NamedTuple):
+    """What the attempts to get better draws have in common."""
+
+    target: Target
+    data_sets: Observations
+    num: int  # draws of a data set
+    most_draws: int  # to resample from, of all data sets at a time
+    progress: bool
+
+    @property
+    def most(self) -> int:
+        """The largest factor, a power of 4, of more draws that may be made of a data set."""
+        factor = MAX_FACTOR
+        while factor > 1 and factor * self.num > self.most_draws:
+            factor //= 4
+        return factor
+
+    def resampled(self, drawn: WeightedSamples, rows: Tensor, factor: int) -> WeightedSamples:
+        """Returns draws of which those of some data sets are resampled from ``factor`` times as many.
+
+        Where fewer of these are effective than are asked for, they are resampled from four times as many again. At the
+        largest factor they are annealed, if the model can be.
+        """
+        if not len(rows):
+            return drawn
+        parts = rows.split(max(1, self.most_draws // (factor * self.num)))
+        for part in tqdm(parts, "resampling", delay=1, leave=False, disable=not self.progress):
+            try:
+                many = self.more_draws(part, factor)
+            except (OneByOne, ValueError):  # draws one by one would take long
+                continue
+            drawn = _replaced(drawn, part, many.equally_weighted(self.num))
+            few = (many.effective_sample_size < self.num) | (many.pareto_k > K_MAX)
+            if factor < self.most:
+                drawn = self.resampled(drawn, part[few], 4 * factor)
+            elif few.any():
+                start = _changed(many, operator.itemgetter((slice(None), few)))
+                with contextlib.suppress(NotImplementedError, ValueError):
+                    found = self.annealed(part[few], self.target.guide, draws=start)
+                    drawn = _replaced(drawn, part[few], found)
+        return drawn
+
+    def more_draws(self, rows: Tensor, factor: int) -> WeightedSamples:
+        """Returns ``factor`` times as many weighted draws; raises `OneByOne` if they cannot be made at once."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", OneByOne)
+            return weighted(self.target, self.data_sets.batch(rows), factor * self.num)
+
+    def annealed(self, rows: Tensor, guide: Callable | None, **draws: Any) -> WeightedSamples:
+        """Returns draws of some data sets that are annealed from a guide, or from the prior."""
+        share = 0.0 if guide is None else self.target.prior_share
+        target = replace(self.target, guide=guide, prior_share=share)
+        options = {"conditional_ess": 0.95, "progress": self.progress, **draws}
+        return annealed(target, self.data_sets.batch(rows), self.num, **options)
+
+
+def weighted(target: Target, data: Mapping[str, Any], num: int) -> WeightedSamples:
+    """Returns weighted draws of a guide, without a warning of bad weights."""
+    assert target.guide is not None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The importance weights are")
+        return importance_sample(
+            target.model,
+            target.guide,
+            *target.args,
+            num_samples=num,
+            observations=data,
+            defensive=target.prior_share,
+            **target.kwargs,
+        )
+
+
+def annealed(target: Target, data: Mapping[str, Any], num: int, **options: Any) -> WeightedSamples:
+    """Returns draws that are annealed from a guide, or from the prior, with weights."""
+    return annealed_importance_sampling(
+        target.model,
+        target.guide,
+        *target.args,
+        num_chains=num,
+        num_leapfrog_steps=5,
+        resample=True,
+        observations=data,
+        defensive=target.prior_share,
+        **options,
+        **target.kwargs,
+    ).weighted()
+
+
+def _affordable(target: Target, data: Observations) -> int:
+    """Returns how many draws of the guide may be made to improve the draws of a data set."""
+    try:
+        work = elements_of_a_draw(Proposal.of(replace(target, prior_share=0.0), data.one()))
+    except (RuntimeError, ValueError):  # of a model that is mapped over draws
+        return MAX_ELEMENTS
+    return max(1, int(MAX_WORK / work))
+
+
+def _changed(drawn: WeightedSamples, change: Callable[[Tensor], Tensor]) -> WeightedSamples:
+    """Returns draws of which all tensors ``(draws, data sets, ...)`` are changed."""
+    pool = drawn.pool and Pool(*(change(part[None])[0] for part in drawn.pool))
+    samples = {name: change(value) for name, value in drawn.samples.items()}
+    return WeightedSamples(samples, change(drawn.log_weights), drawn.plates, pool)
+
+
+def _replaced(drawn: WeightedSamples, rows: Tensor, found: WeightedSamples) -> WeightedSamples:
+    """Returns draws of which the draws of some data sets are replaced by those found."""
+    samples = {
+        name: value.index_copy(1, rows, found.samples[name])
+        for name, value in drawn.samples.items()
+    }
+    log_weights = drawn.log_weights.index_copy(1, rows, found.log_weights)
+    pools = zip(drawn.pool or (), found.pool or ())
+    pool = Pool(*(old.index_copy(0, rows, new) for old, new in pools))
+    return WeightedSamples(samples, log_weights, drawn.plates, pool)

@@ -1,0 +1,78 @@
+"""`Program`: a model with its arguments, and joint draws from its prior."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_nami.messages import warn
+from pyro_nami.program.runner import Runner
+
+__all__ = ["Program"]
+
+
+class Program(NamedTuple):
+    """A model with the arguments of one call.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model(loc):
+        ...     return pyro.sample("x", dist.Normal(loc, 1.0))
+        >>> program = Program(model, (torch.tensor(3.0),), {})
+        >>> program.run(Runner({}))["x"]["fn"].loc
+        tensor(3.)
+    """
+
+    model: Callable
+    args: tuple
+    kwargs: Mapping[str, Any]
+
+    @property
+    def roots(self) -> tuple:
+        """The model and its arguments, one by one."""
+        return self.model, *self.args, *self.kwargs.values()
+
+    def argument(self, slot: int | str) -> Any:
+        """Returns the model's argument at a position or of a name; None if this call has none."""
+        if isinstance(slot, str):
+            return self.kwargs.get(slot)
+        return self.args[slot] if slot < len(self.args) else None
+
+    def leaves(self) -> list[Any]:
+        """Returns all that the arguments hold, and the names of those that have one."""
+        leaves = [*self.args, *self.kwargs.values(), *self.kwargs]
+        if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
+            leaves = tree_leaves(leaves)
+        return leaves
+
+    def run(self, runner: Runner) -> dict[str, Any]:
+        """Runs the model as the runner says; returns its sample sites, as a trace holds them."""
+        return runner.run(*self)
+
+    def prior_draws(self, count: int) -> list[dict[str, Tensor]]:
+        """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where the model fails at some.
+
+        Of improper priors any values stand for draws. Where the model fails at all draws, a warning tells how.
+        """
+        draws = []
+        failed = None
+        with torch.no_grad():
+            for _ in range(count):
+                try:
+                    sites = self.run(Runner({}, simulated=True))
+                    draws.append({name: site["value"] for name, site in sites.items()})
+                except NotImplementedError:
+                    return draws
+                except Exception as error:  # noqa: BLE001  whatever a model does at values far out
+                    failed = error
+        if failed is not None and not draws:
+            warn(
+                f"The model fails at every one of {count} draws of its prior, the last time with "
+                f"{type(failed).__name__}: {failed} Networks are standardized by the guide's first call alone, and "
+                "covariates are not found. Mend the model, or its prior, such that it runs at draws of it."
+            )
+        return draws

@@ -1,0 +1,125 @@
+"""Whether a site is another one in a second run of a model: in its distribution, mask, scale, support or data.
+
+This is the one comparison by which interventions, index maps and element reads tell what a site depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Transform
+from torch.distributions.constraints import Constraint
+
+from pyro_nami.reading.covariates import parameters
+
+__all__ = ["any_along", "differs", "moved", "numbers_in", "same_support", "spread", "support_of"]
+
+# What log_prob raises where a distribution has none, or has none at this value.
+_NO_DENSITY = (NotImplementedError, KeyError, ValueError, RuntimeError)
+
+
+def moved(before: Any, after: Any, density_only: bool = False) -> Tensor:
+    """Returns which instances ``(*batch)`` of a site differ, to the bit, between its messages in two runs.
+
+    Compared are its log density at the value of the first run, mask, scale, and data; and the parameters of its
+    distribution, which show small changes that the log density, a sum of large terms, may absorb. All instances differ
+    where the site changed its shape or kind, or did not come up (None).
+
+    Args:
+        before, after: the messages.
+        density_only: whether parameters do not count if there is a log density: they also show how sums were rounded.
+
+    Example:
+        >>> def site(loc):
+        ...     fn = torch.distributions.Normal(torch.tensor(loc), 1.0)
+        ...     return {"fn": fn, "value": torch.zeros(2), "mask": None, "scale": 1.0, "is_observed": False}
+        >>> moved(site([0.0, 1.0]), site([0.0, 2.0]))
+        tensor([False,  True])
+    """
+    result = torch.zeros(before["fn"].batch_shape, dtype=torch.bool)
+    if after is None or (_is_number(before["scale"]) and before["scale"] != after["scale"]):
+        return torch.ones_like(result)
+    # a copy, as transforms remember the values that they have drawn
+    judged = torch.as_tensor(before["value"]).clone()
+    old, new = (_readings(site, judged, density_only) for site in (before, after))
+    result = result.to(judged.device)
+    for key in old.keys() | new.keys():
+        if key not in old or key not in new or old[key].shape != new[key].shape:
+            return torch.ones_like(result)
+        result |= (~_equal(old[key], new[key])).any(-1).to(result.device)
+    return result
+
+
+def differs(before: Any, after: Any) -> bool:
+    """Whether a site, or its support, differs to the bit between its messages in two runs."""
+    return bool(moved(before, after, density_only=True).any()) or not same_support(
+        before["fn"], after["fn"]
+    )
+
+
+def same_support(a: Any, b: Any) -> bool:
+    """Whether the supports of two distributions are made of the same numbers."""
+    old, new = numbers_in(support_of(a)), numbers_in(support_of(b))
+    return len(old) == len(new) and all(
+        x.shape == y.shape and bool(_equal(x, y).all()) for x, y in zip(old, new)
+    )
+
+
+def numbers_in(value: Any) -> list[Tensor]:
+    """Returns the numbers that a distribution, transform or constraint is made of, as tensors."""
+    if isinstance(value, (Distribution, Transform, Constraint)):
+        value = [
+            part for key, part in vars(value).items() if not key.startswith(("_cached", "_inv"))
+        ]
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in numbers_in(part)]
+    return [torch.as_tensor(value)] if isinstance(value, Tensor) or _is_number(value) else []
+
+
+def support_of(fn: Any) -> Any:
+    """Returns the support of a distribution; None if it has none."""
+    with suppress(NotImplementedError, AttributeError):
+        return fn.support
+    return None
+
+
+def _equal(a: Tensor, b: Tensor) -> Tensor:
+    """Returns where two tensors agree to the bit, NaN with NaN."""
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def _readings(site: Mapping[str, Any], value: Tensor, density_only: bool) -> dict[Any, Tensor]:
+    """Returns all that decides a site's effect, ``(*batch, entries)`` each."""
+    fn, batch = site["fn"], site["fn"].batch_shape
+    found: dict[Any, Any] = {}
+    with suppress(*_NO_DENSITY):
+        found["log_prob"] = fn.log_prob(value).detach().unsqueeze(-1)
+    if not found or not density_only:
+        # after log_prob, which makes a distribution keep parameters of the other kind, logits or probs
+        found.update(parameters(fn))
+    for key in ("mask", "scale"):
+        if isinstance(site[key], Tensor) and site[key].dim() <= len(batch):
+            found[key, ""] = site[key].detach().expand(batch).unsqueeze(-1)
+    if site["is_observed"]:
+        with suppress(RuntimeError):  # data of another shape
+            data = torch.as_tensor(site["value"]).detach().expand(fn.shape())
+            found["data", ""] = data.unsqueeze(-1).flatten(len(batch))
+    return {key: reading for key, reading in found.items() if reading.shape[:-1] == batch}
+
+
+def any_along(rows: Tensor, dim: int) -> Tensor:
+    """Returns for which instances along ``dim`` of ``(*batch)`` any entry is True."""
+    return rows.movedim(dim, 0).unsqueeze(-1).flatten(1).any(1)
+
+
+def spread(rows: Tensor, dim: int) -> Tensor:
+    """Returns ``(size,)`` with its dim at ``dim``, counted from the right."""
+    return rows.reshape(rows.shape + (1,) * (-dim - 1))
