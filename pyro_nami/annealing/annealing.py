@@ -93,7 +93,7 @@ class AnnealedSamples(NamedTuple):
     plates: Mapping[str, Sequence[str | None]] = {}
 
     def weighted(self) -> WeightedSamples:
-        """Returns samples and weights as those of importance sampling, with their estimates and diagnostics.
+        """Returns samples and weights as weighted samples, with their estimates and diagnostics.
 
         Raises:
             ValueError: all chains of a data set have no weight.

@@ -204,7 +204,7 @@ class InferenceCompilation:
 
 
 class _Schedule(NamedTuple):
-    """When training does what, in steps, and whom it tells."""
+    """When training validates, stops and writes checkpoints, in steps, and where it logs."""
 
     ahead: range
     validate_every: int

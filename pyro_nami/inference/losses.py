@@ -27,9 +27,9 @@ class CompilationLoss(nn.Module):
     outer plate, and takes ``observations=``, as for `CSIS`.
 
     Attributes:
-        derived: what stands for the part of latents with conditionals derived from the model, in nats: it has no
-            weights, and thus need not be computed to train. None where it is to be computed, as it is with arguments
-            other than ``arguments``.
+        derived: mean loss of the latents with conditionals derived from the model, in nats. They have no weights, so
+            this constant takes their place in training. None where their loss is to be computed, as it is with other
+            arguments than ``arguments``.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -76,7 +76,7 @@ class CompilationLoss(nn.Module):
             raise ValueError(
                 f"Expected log densities of shape ({draws.num},) of the guide; got {tuple(log_prob.shape)}."
             )
-        # of which one may be at the end of what is a number
+        # a loss may be at the largest number
         beyond = (-log_prob / LARGE).clamp(min=1)
         return torch.where(beyond > 1, LARGE * (1 + beyond.log()), -log_prob)
 
@@ -105,9 +105,9 @@ def non_finite_sites(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> tuple[list[str], str]:
-    """Returns the sites at which log q or its gradient is not finite, and the one of the largest loss of all.
+    """Returns the sites at which log q or its gradient is not finite, and the site of the largest loss.
 
-    A sum that overflows comes from the latter.
+    A sum that overflows comes from the site of the largest loss.
     """
     guilty, log_probs = [], site_log_probs(guide, draws, args, kwargs)
     for name, log_prob in log_probs.items():

@@ -325,7 +325,7 @@ def _is_trained(param: Any) -> bool:
 
 
 def _is_name(site: Mapping[str, Any]) -> bool:
-    """Whether a site is a value and no data, as deterministic ones are, and those that a reparametrization leaves."""
+    """Whether a site only names a value: a deterministic site, or the Delta that a reparametrization leaves."""
     left = is_delta(site["fn"]) and any(
         getattr(layer, "_mask", None) is False for layer in layers(site["fn"])
     )

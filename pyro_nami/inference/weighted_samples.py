@@ -35,7 +35,7 @@ K_MAX = 0.7  # k-hat above which no practical number of draws gives a stable est
 
 
 class Pool(NamedTuple):
-    """What is left to tell of weights by which draws were resampled, ``(*data sets)``.
+    """Errors that draws have from the weights by which they were resampled, ``(*data sets)``.
 
     Attributes:
         evidence: variance of the log evidence by them, nats squared.
@@ -50,12 +50,12 @@ class Pool(NamedTuple):
 
     @classmethod
     def none(cls, like: Tensor) -> Pool:
-        """Returns what leaves all as it is."""
+        """Returns the pool of draws that were not resampled."""
         return cls(torch.zeros_like(like), torch.zeros_like(like), torch.full_like(like, -math.inf))
 
     @classmethod
     def unknown(cls, like: Tensor) -> Pool:
-        """Returns what says that no weights are known."""
+        """Returns the pool of draws whose weights are not known."""
         return cls(like * math.nan, torch.zeros_like(like), like * math.nan)
 
 
@@ -257,7 +257,7 @@ class WeightedSamples:
     # ---- for the reader
 
     def summary(self, prob: float = 0.9) -> str:
-        """Returns what the weights say, and a table of the posterior: a line for each element of each site, to print.
+        """Returns a text with the verdict of the weights and a table of the posterior, a line for each element.
 
         Args:
             prob: of the central interval.
