@@ -34,7 +34,7 @@ from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import bind
 from pyro_nami.inference.trackers import Tracker, callback
 from pyro_nami.inference.trainer import Trainer
-from pyro_nami.messages import warn
+from pyro_nami.messages import check_counts, warn
 
 __all__ = ["InferenceCompilation"]
 
@@ -92,7 +92,7 @@ class InferenceCompilation:
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self._optimization = optimization_of(optim, scheduler, clip_norm)
-        _check_counts(batch_size=batch_size(0) if callable(batch_size) else batch_size)
+        check_counts(batch_size=batch_size(0) if callable(batch_size) else batch_size)
         self.model = model
         self.guide = guide
         self.batch_size = batch_size
@@ -120,7 +120,7 @@ class InferenceCompilation:
 
     def evaluate_loss(self, *args: Any, num: int = 1000, **kwargs: Any) -> float:
         """Returns the loss on ``num`` fresh simulations at the model's arguments, in nats per simulation."""
-        _check_counts(num=num)
+        check_counts(num=num)
         trainer, simulations = self._set_up(_constant(args, kwargs))
         return trainer.mean_loss(simulations.total(num))
 
@@ -163,7 +163,7 @@ class InferenceCompilation:
         Raises:
             ValueError: as `step` does; or if the checkpoint is of another structure, naming the sites.
         """
-        _check_counts(steps=steps, validate_every=validate_every, checkpoint_every=checkpoint_every)
+        check_counts(steps=steps, validate_every=validate_every, checkpoint_every=checkpoint_every)
         _check_validation(validation, patience)
         if refresh:
             _check_refresh(refresh, args, data)
@@ -287,15 +287,9 @@ def _constant(args: tuple, kwargs: dict[str, Any]) -> Arguments:
     return lambda step: (args, kwargs)
 
 
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if not (isinstance(value, int) and value > 0):
-            raise ValueError(f"Expected {name} to be a positive number; got {value!r}.")
-
-
 def _check_validation(validation: Any, patience: int | None) -> None:
     if isinstance(validation, int):
-        _check_counts(validation=validation)
+        check_counts(validation=validation)
     if patience is not None and validation is None:
         raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
 

@@ -26,6 +26,7 @@ from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import (
     check_full_plates,
+    check_latents,
     is_delta,
     log_density,
     plate_nesting,
@@ -166,11 +167,7 @@ class Target:
         sites = {
             name: site for name, site in run.items() if name in values or not is_delta(site["fn"])
         }
-        for name in sorted(sites.keys() ^ values.keys()):
-            raise ValueError(
-                f"Expected a guide with the model's latents, {', '.join(map(repr, values))}; "
-                + (f"it has '{name}' as well." if name in sites else f"it lacks '{name}'.")
-            )
+        check_latents("a guide with a density", sites, values)
         log_probs = {
             name: scale_and_mask(log_density(site), mask=site["mask"])
             for name, site in sites.items()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
 from pyro_nami.inference.summaries import table_of
-from pyro_nami.messages import warn
+from pyro_nami.messages import check_counts, warn
 
 __all__ = [
     "K_MAX",
@@ -196,8 +196,7 @@ class WeightedSamples:
             num: number of draws, with repetitions.
             smoothed: whether to resample by the smoothed weights.
         """
-        if num < 1:
-            raise ValueError(f"Expected num to be at least 1; got {num}.")
+        check_counts(num=num)
         index = resampled(self._weights(smoothed).reshape(self.num_samples, -1), num)
         index = index.reshape(num, *self.log_weights.shape[1:])
         return {
