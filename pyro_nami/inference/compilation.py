@@ -177,9 +177,10 @@ class InferenceCompilation:
         if refresh:
             renew = LatentMoves(simulations.at_start(), self.guide, refresh)
         stream = stream_of(simulations, ahead, data, place, trainer.processes, renew)
-        log = callback(tracker)
+        first = trainer.processes.first
+        log = callback(tracker if first else None)
         plan = _Schedule(
-            ahead, validate_every, patience, checkpoint, checkpoint_every, log, progress
+            ahead, validate_every, patience, checkpoint, checkpoint_every, log, progress and first
         )
         _train(trainer, stream, held_out, plan)
         return trainer.history
@@ -222,11 +223,10 @@ def _train(
     plan: _Schedule,
 ) -> None:
     """Takes the steps of a plan, until its patience or the batches end."""
-    history = trainer.history
-    done = plan.ahead.start
-    last = plan.ahead.stop
-    log, show = (plan.log, plan.progress) if trainer.processes.first else (callback(None), False)
-    with tqdm(total=last, initial=done, desc="compiling", disable=not show, mininterval=0.2) as bar:
+    history, log = trainer.history, plan.log
+    done, last = plan.ahead.start, plan.ahead.stop
+    hidden = not plan.progress
+    with tqdm(desc="compiling", initial=done, total=last, disable=hidden, mininterval=0.2) as bar:
         while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
             done += 1
             log("loss", trainer.step(batch), done)
@@ -256,9 +256,7 @@ def _save(trainer: Trainer, stream: Stream, checkpoint: str | Path | None) -> No
         return
     own, *others = trainer.processes.gather({"rng": rng_state(), "stream": stream.state})
     if trainer.processes.first:
-        save_checkpoint(
-            checkpoint, {**trainer.state(), **own, **({"others": others} if others else {})}
-        )
+        save_checkpoint(checkpoint, {**trainer.state(), **own, "others": others})
 
 
 def _resume(
