@@ -56,8 +56,6 @@ NOTE = (
     "Thin lines: elements of a site; thick: the one with the smallest p. Dark band: 95% of calibrated curves stay "
     "inside. Light band: outside of it the verdict fails."
 )
-MAX_PANELS = 12  # sites in a figure, unless the caller names them; more are too small to read
-
 KINDS = {  # title, label of x, label of y
     "ecdf": ("Distribution of ranks", "rank / draws", "ECDF - uniform"),
     "coverage": (
@@ -107,7 +105,7 @@ def plot_ranks(panels: Mapping[str, RankPanel], kind: str, sites: Sequence[str] 
             )
     title, x_label, y_label = KINDS[kind]
     if sites is None:
-        least = sorted(panels, key=lambda name: panels[name].verdict.p_value)[:MAX_PANELS]
+        least = sorted(panels, key=lambda name: panels[name].verdict.p_value)[:12]
         sites = [name for name in panels if name in least]
         if len(sites) < len(panels):
             title += f", {len(sites)} of {len(panels)} sites, those with the smallest p"
