@@ -11,7 +11,7 @@ __all__ = ["JOINT_DENSITY", "JOINT_TARP", "Calibration", "calibrate", "listed"]
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_nami.amortize.posterior import AmortizedPosterior
-from pyro_nami.checking.plots import RankPanel, plot_ranks
+from pyro_nami.checking.plots import RANK_PLOTS, RankPanel, draw_ranks, plot_all
 from pyro_nami.checking.rank_tests import JOINT_DENSITY, JOINT_TARP, Verdict, ecdf_tests, verdicts
 from pyro_nami.checking.simulations import finite_draws, guide_and_arguments, seeded
 from pyro_nami.inference.observations import observed_names
@@ -117,6 +117,11 @@ class Calibration:
         return (level * (self.num_draws + 1) - ranks).clamp(0, 1).mean(0)
 
     @property
+    def _title(self) -> str:
+        verdict = "passed" if self.passed else f"failed at {listed(self.failed)}"
+        return f"Calibration: {self.num_datasets:,} data sets, {self.num_draws:,} draws each: {verdict}"
+
+    @property
     def panels(self) -> dict[str, RankPanel]:
         """Site, or joint test -> what figures show of it."""
         panels = {}
@@ -127,7 +132,7 @@ class Calibration:
         return panels
 
     def plot(self, kind: str = "ecdf", *, sites: Sequence[str] | None = None) -> Figure:
-        """Draws the ranks of some sites, with the bands that calibrated ones stay in.
+        """Draws the ranks of the worst element of some sites, with the bands that calibrated ones stay in.
 
         Args:
             kind: ``"ecdf"``, the distribution function of ranks less that of uniform ones, or ``"coverage"`` of central
@@ -137,7 +142,20 @@ class Calibration:
         Raises:
             ImportError: matplotlib is missing (the extra ``viz``).
         """
-        return plot_ranks(self.panels, kind, sites)
+        if kind not in RANK_PLOTS:
+            raise ValueError(f"Expected kind to be one of {', '.join(RANK_PLOTS)}; got {kind!r}.")
+        panels = self.panels
+        if sites is None:
+            least = sorted(panels, key=lambda name: panels[name].verdict.p_value)[:12]
+            sites = [name for name in panels if name in least]
+        drawings = {}
+        for name in sites:
+            if name not in panels:
+                raise ValueError(
+                    f"Expected sites with ranks, {', '.join(map(repr, panels))}; got '{name}'."
+                )
+            drawings[name] = partial(draw_ranks, panels=[panels[name]], kind=kind)
+        return plot_all(self._title, drawings)
 
     def __str__(self) -> str:
         coverage = self.coverage([0.5, 0.9])
@@ -149,8 +167,6 @@ class Calibration:
             half, most = (f"{float(share[v.worst]):.3f}" for share in coverage[name])
             numbers = (p_value, f"{v.deviation:.3f}", bias, spread, half, most)
             rows.append((shown, str(v.elements), v.verdict, *numbers))
-        title = f"Calibration: {self.num_datasets:,} data sets, {self.num_draws:,} draws each: "
-        title += "passed" if self.passed else f"failed at {listed(self.failed)}"
         notes = [_LEGEND.format(level=self.level)]
         if self.skipped:
             notes.append(
@@ -158,7 +174,7 @@ class Calibration:
             )
         if self.absent:
             notes.append(f"Not drawn by the guide: {', '.join(self.absent)}.")
-        return "\n".join([title, "", *aligned(rows, words=(0, 2)), "", *notes])
+        return "\n".join([self._title, "", *aligned(rows, words=(0, 2)), "", *notes])
 
 
 _LEGEND = """\

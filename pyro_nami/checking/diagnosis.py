@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.checking.calibration import Calibration, calibrate, listed
 from pyro_nami.checking.misspecification import Misspecification, compare, observed_data
-from pyro_nami.checking.plots import BAD, INK, draw_histogram, draw_losses, draw_worst, plot_all
+from pyro_nami.checking.plots import draw_histogram, draw_losses, draw_ranks, plot_all
 from pyro_nami.checking.simulations import guide_and_arguments, seeded
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
@@ -137,8 +137,8 @@ def _training(losses: Sequence[float], validation: Sequence[tuple[int, float]]) 
 def _calibration(found: Calibration) -> Check:
     panels = list(found.panels.values())
     drawings = {
-        "Distribution of ranks": partial(draw_worst, panels=panels, kind="ecdf"),
-        "Expected coverage": partial(draw_worst, panels=panels, kind="coverage"),
+        "Distribution of ranks": partial(draw_ranks, panels=panels, kind="ecdf"),
+        "Expected coverage": partial(draw_ranks, panels=panels, kind="coverage"),
     }
     problem = f"calibration of {listed(found.failed)}" if found.failed else ""
     return Check(str(found), drawings, problem, _REMEDY)
@@ -167,7 +167,6 @@ def _weights(shares: Tensor, k: Tensor, num_samples: int, unreliable: float) -> 
             x_label="Pareto k (ends of the axis: and beyond)",
             place=K_MAX,
             label=f"above {K_MAX}: {unreliable:.0%}",
-            color=BAD,
             limits=(-0.5, 1.5),
         ),
     }
@@ -182,7 +181,6 @@ def _data(found: Misspecification) -> Check:
         x_label="distance from the simulations' center",
         place=found.distance,
         label=f"the data, p = {found.p_value:.2g}",
-        color=INK if found.passed else BAD,
     )
     problem = "" if found.passed else "data far outside the simulations"
     return Check(str(found), {"Data against simulations": draw}, problem, _EXTRAPOLATED)

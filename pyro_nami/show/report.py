@@ -98,7 +98,9 @@ def _network_lines(extraction: Extraction) -> Iterator[str]:
     net = extraction.bayesnet
     yield str(net)
     for (inner, outer), index in extraction.index_maps.items():
-        entries = np.array2string(index.numpy(), sys.maxsize, separator=", ", threshold=12)[1:-1]
+        entries = np.array2string(index.cpu().numpy(), sys.maxsize, separator=", ", threshold=12)[
+            1:-1
+        ]
         yield f"Index map {label(inner)} -> {label(outer)}: {entries}"
     for what, names in (
         ("Values left torch; edges from here are found by intervention", extraction.escaped),
