@@ -261,7 +261,9 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
         if a.plates != b.plates:
             yield f"Site '{name}' is in plates {_names(b.plates)}, not {_names(a.plates)}."
         shapes = [
-            each.sites[name].encoding.layout.event_shape for each in (before, now) if name in each.order
+            each.sites[name].encoding.layout.event_shape
+            for each in (before, now)
+            if name in each.order
         ]
         if len(shapes) == 2 and shapes[0] != shapes[1]:
             yield f"Site '{name}' has the event shape {tuple(shapes[1])}, not {tuple(shapes[0])}."
