@@ -251,6 +251,7 @@ class _Training(NamedTuple):
             functools.partial(SOAP, lr=rate, weight_decay=decay),
             batch_size=round(min(500, 5 * len(train) ** 0.5, len(train))),
             observed=simulator.observed,
+            clip_norm=1.0,
             scheduler=functools.partial(
                 OneCycleLR,
                 max_lr=rate,

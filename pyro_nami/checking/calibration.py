@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DRAWS_AT_ONCE = 2**15  # of the guide, over data sets; bounds memory
-# weighted draws of a posterior for each resampled one: of fewer, many would be the same
-WEIGHTED_PER_DRAW = 10
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,7 @@ def calibrate(
     Args:
         model: a Pyro model.
         guide: takes ``observations={site: value}``, with batch dims left of the plates. A posterior of `amortize` in
-            place of a guide is judged by draws that are resampled from ten times as many weighted ones.
+            place of a guide is judged by draws that are resampled from ten times as many weighted ones, at least 1,000.
         *args, **kwargs: the model's arguments, by default the posterior's. Data among them is simulated anew.
         num_datasets: data sets; 1000 find sds that are off by 10 to 20%, and locations off by 0.2 sds.
         num_draws: draws of the guide for each data set.
@@ -263,8 +261,8 @@ def _ranks_of_all(
     points = _reference_points(truth.observed, forms, coordinates(truth.latents))
     target = replace(simulator.target, guide=guide)
     if chunk_size is None:
-        weighted = num_draws if posterior is None else WEIGHTED_PER_DRAW * num_draws
-        chunk_size = max(1, DRAWS_AT_ONCE // weighted)
+        draws_of_one = num_draws if posterior is None else _num_weighted(num_draws)
+        chunk_size = max(1, DRAWS_AT_ONCE // draws_of_one)
     parts = []
     try:
         with tqdm(
@@ -329,6 +327,11 @@ def _joint_ranks(
     return ranks
 
 
+def _num_weighted(num_draws: int) -> int:
+    """Returns how many weighted draws to resample from: from few, the same ones would come up again and again."""
+    return max(1000, 10 * num_draws)
+
+
 def _posterior_draws(
     posterior: AmortizedPosterior, num_draws: int, truth: JointDraws
 ) -> dict[str, Tensor]:
@@ -336,7 +339,7 @@ def _posterior_draws(
     with warnings.catch_warnings():
         # as some are by chance
         warnings.filterwarnings("ignore", ".*outside the model's simulations")
-        found = posterior(truth.observed, WEIGHTED_PER_DRAW * num_draws, progress=False)
+        found = posterior(truth.observed, _num_weighted(num_draws), progress=False)
     drawn = found.resample(num_draws)
     return {
         name: drawn[name].reshape(num_draws, *true.shape) for name, true in truth.latents.items()
