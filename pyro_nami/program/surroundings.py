@@ -245,7 +245,7 @@ class Surroundings:
         known = set(value.keys())
         if max(len(known), len(self._places)) > MOST_ITEMS:
             return []
-        for key in value.keys():
+        for key in known:
             self._note_item(value, key)
 
         def more() -> _More:
