@@ -21,7 +21,7 @@ from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, untouched
-from pyro_nami.program.many_draws import takes_many
+from pyro_nami.program.many_draws import for_many
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.vectorized import Vectorized
@@ -90,15 +90,12 @@ class FirstCall(NamedTuple):
 
         A loss that Pyro compiles could not be; called from there, there is none.
         """
-        model, nesting = self.program.model, self.plates.nesting
-        if isinstance(model, Vectorized) or self.is_compiled:
+        if isinstance(self.program.model, Vectorized) or self.is_compiled:
             return None
-        other = self.program._replace(model=Vectorized(model, nesting))
-        if takes_many(self.program, self.draws, nesting) or not takes_many(
-            other, self.draws, nesting
-        ):
+        found = for_many(self.program, self.draws, self.plates.nesting)
+        if found is None or found is self.program:
             return None
-        return self._replace(program=other)
+        return self._replace(program=found)
 
     def run(
         self, values: Mapping[str, Any], until: Collection[str] | None = None

@@ -35,9 +35,9 @@ from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
-from pyro_nami.program.many_draws import takes_many
+from pyro_nami.program.many_draws import for_many
 from pyro_nami.program.program import Program
-from pyro_nami.program.vectorized import unmapped
+from pyro_nami.program.vectorized import Vectorized, unmapped
 
 __all__ = ["AutoNaMIGuide"]
 
@@ -394,13 +394,11 @@ class AutoNaMIGuide(DensityGuide):
             few = [
                 {**call.held, **self._drawn(replace(call, target=None))} for _ in range(_FEW_DRAWS)
             ]
-            program = Program(unmapped(call.model), call.args, call.kwargs)
-            plans = plan, replace(plan, vectorized=True)
-            runs = (program._replace(model=each.for_many(program.model)) for each in plans)
-            able = (
-                each for each, run in zip(plans, runs) if takes_many(run, few, plan.plates.nesting)
-            )
-            self._many = plan, next(able, None)
+            program = Program(plan.for_many(unmapped(call.model)), call.args, call.kwargs)
+            found = for_many(program, few, plan.plates.nesting)
+            is_mapped = found is not None and isinstance(found.model, Vectorized)
+            many = plan if is_mapped == plan.vectorized else replace(plan, vectorized=is_mapped)
+            self._many = plan, None if found is None else many
         return self._many[1]
 
 

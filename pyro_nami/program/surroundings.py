@@ -278,7 +278,7 @@ class Surroundings:
         own = [each for each in kind.__mro__ if not self._is_foreign(each.__module__)]
         if not own and not isinstance(value, NAMESPACES):
             return []
-        found = []
+        found: list[Any] = []
         for each in own:
             for name in sorted(self._names & vars(each).keys()):
                 held = vars(each)[name]

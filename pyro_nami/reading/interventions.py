@@ -228,15 +228,12 @@ class _Interventions:
                 return
 
     def _origin(self, number: int) -> Run:
-        """The base run; then runs at random values, most with some sites changed so that rare ones occur."""
+        """The base run; then runs at random values, with some sites changed so that rare ones occur."""
         if number == 0:
             return self.probe.first
-        origin = self.probe.sample()
-        if number % 4 == 1 or origin.error is not None:
-            return origin
         latents = self.probe.changeable & self.probe.latent
-        some = [name for name in self.probe.order if name in latents and random.random() < 0.5]
-        return self._redraw(some, origin)
+        some = {name for name in latents if random.random() < 0.5}
+        return self._redraw(some, self.probe.sample())
 
     def _untested(self, first: bool) -> Untested:
         """What is to be tested, by rank: at first all sites, then those that values which left torch may reach."""
