@@ -126,12 +126,12 @@ class Calibration:
             panels[name] = RankPanel(name, ranks, self.num_draws, self.verdicts[name], level)
         return panels
 
-    def plot(self, kind: str = "ranks", *, sites: Sequence[str] | None = None) -> Figure:
+    def plot(self, kind: str = "ecdf", *, sites: Sequence[str] | None = None) -> Figure:
         """Draws the ranks of some sites, with the bands that calibrated ones stay in.
 
         Args:
-            kind: ``"ranks"`` (histograms), ``"ecdf"`` (difference to the uniform distribution function) or
-                ``"coverage"`` (of central intervals; of ``sites=["joint TARP"]``, of balls).
+            kind: ``"ecdf"``, the distribution function of ranks less that of uniform ones, or ``"coverage"`` of central
+                intervals (of ``sites=["joint TARP"]``, of balls around reference points).
             sites: which to draw; by default the 12 with the smallest p-values, in model order.
 
         Raises:

@@ -17,7 +17,6 @@ import numpy as np
 from pyro_nami.checking.rank_tests import (
     JOINT_TARP,
     Verdict,
-    binomial_interval,
     count_ranks,
     ecdf_tests,
 )
@@ -53,24 +52,18 @@ STYLE: Any = {
     "ytick.labelcolor": INK,
     "ytick.labelsize": 7.5,
 }
+NOTE = (
+    "Thin lines: elements of a site; thick: the one with the smallest p. Dark band: 95% of calibrated curves stay "
+    "inside. Light band: outside of it the verdict fails."
+)
 MAX_PANELS = 12  # sites in a figure, unless the caller names them; more are too small to read
 
-_BANDS_NOTE = (
-    "Dark band: 95% of calibrated curves stay inside. Light band: outside of it the verdict fails."
-)
-KINDS = {  # title, label of x, label of y, note
-    "ranks": (
-        "Ranks of the truth",
-        "rank / draws",
-        "frequency / expected",
-        "Band: 99% of the bars of a calibrated site. Thin lines: its elements; thick: the one with the smallest p.",
-    ),
-    "ecdf": ("Distribution of ranks", "rank / draws", "ECDF - uniform", _BANDS_NOTE),
+KINDS = {  # title, label of x, label of y
+    "ecdf": ("Distribution of ranks", "rank / draws", "ECDF - uniform"),
     "coverage": (
         "Expected coverage",
         "probability of the guide's region",
         "share of truths inside",
-        _BANDS_NOTE,
     ),
 }
 
@@ -112,7 +105,7 @@ def plot_ranks(panels: Mapping[str, RankPanel], kind: str, sites: Sequence[str] 
             raise ValueError(
                 f"Expected sites with ranks, {', '.join(map(repr, panels))}; got '{name}'."
             )
-    title, x_label, y_label, note = KINDS[kind]
+    title, x_label, y_label = KINDS[kind]
     if sites is None:
         least = sorted(panels, key=lambda name: panels[name].verdict.p_value)[:MAX_PANELS]
         sites = [name for name in panels if name in least]
@@ -120,7 +113,7 @@ def plot_ranks(panels: Mapping[str, RankPanel], kind: str, sites: Sequence[str] 
             title += f", {len(sites)} of {len(panels)} sites, those with the smallest p"
     shown = [panels[name] for name in sites]
     title += f": {len(shown[0].ranks):,} data sets, {shown[0].num_draws:,} draws each"
-    with _figure(len(shown), title, f"{x_label}\n{note}") as (figure, all_axes):
+    with _figure(len(shown), title, f"{x_label}\n{NOTE}") as (figure, all_axes):
         figure.supylabel(y_label)
         for axes, panel in zip(all_axes, shown):
             _draw_panel(axes, panel, kind)
@@ -179,12 +172,9 @@ def _draw_panel(axes: Axes, panel: RankPanel, kind: str) -> None:
     """Draws some elements of a site with thin lines, and the worst one with a thick line."""
     _draw_bands(axes, panel, kind)
     x, lines = _curves(panel, kind, panel.counts(50))
-    drawstyle = "steps-post" if kind == "ranks" else "default"
     for y in lines[:-1]:
-        axes.plot(x, y, color=GOOD, lw=0.5, alpha=0.4, drawstyle=drawstyle)
-    axes.plot(x, lines[-1], color=panel.color, lw=1.4, drawstyle=drawstyle)
-    if kind == "ranks":
-        axes.set_ylim(bottom=0)
+        axes.plot(x, y, color=GOOD, lw=0.5, alpha=0.4)
+    axes.plot(x, lines[-1], color=panel.color, lw=1.4)
     elements = f"  ({panel.verdict.elements} elements)" if panel.verdict.elements > 1 else ""
     axes.set_title(panel.name + elements, pad=15)
     axes.text(
@@ -194,14 +184,10 @@ def _draw_panel(axes: Axes, panel: RankPanel, kind: str) -> None:
 
 def _draw_bands(axes: Axes, panel: RankPanel, kind: str) -> None:
     """Draws where calibrated curves stay, and which side of the diagonal means what."""
-    bands = {LIGHT_BAND: panel.level, DARK_BAND: 0.05}
-    if kind == "ranks":
-        bands = {DARK_BAND: 0.01}
-    for color, level in bands.items():
+    for level, color in ((panel.level, LIGHT_BAND), (0.05, DARK_BAND)):
         x, (low, high) = _curves(panel, kind, level)
-        axes.fill_between(x, low, high, color=color, lw=0, step="post" if kind == "ranks" else None)
-    start, end = {"ranks": (1, 1), "ecdf": (0, 0), "coverage": (0, 1)}[kind]
-    axes.plot([0, 1], [start, end], color=FAINT, lw=0.8)
+        axes.fill_between(x, low, high, color=color, lw=0)
+    axes.plot([0, 1], [0, kind == "coverage"], color=FAINT, lw=0.8)
     axes.set_xlim(0, 1)
     if kind == "coverage":
         axes.set(ylim=(0, 1), aspect="equal")
@@ -213,16 +199,6 @@ def _draw_bands(axes: Axes, panel: RankPanel, kind: str) -> None:
 def _curves(panel: RankPanel, kind: str, of: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
     """Returns x, and over it the curves of counts of ranks, or the two bounds of a level's band, ``(curves, x)``."""
     num = len(panel.ranks)
-    if kind == "ranks":
-        ranks = panel.num_draws + 1
-        edges = np.round(np.linspace(0, ranks, min(20, ranks) + 1)).astype(int)
-        chances = np.diff(edges) / ranks
-        if isinstance(of, np.ndarray):
-            bars = np.add.reduceat(of, edges[:-1], axis=1)
-        else:
-            bars = np.stack(binomial_interval(num, chances, of))
-        heights = bars / (num * chances)
-        return edges / ranks, np.append(heights, heights[:, -1:], axis=1)
     tests = ecdf_tests(panel.name, num, panel.num_draws)
     test = tests[0 if kind == "ecdf" else -1]
     sums = test.sums(of) if isinstance(of, np.ndarray) else np.stack(test.band(of))

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pyro_nami.deriving.expansion import (
     Expansion,
-    agree,
     broadcast,
     irregular,
     trimmed,
@@ -82,7 +81,7 @@ class LinearBernoulli(Expansion):
             self.xi = {
                 name: self._tightest(sites[name]) for name in self.group.children if name in sites
             }
-        self._solve(sites)
+        self.fit(sites)
         if self._orders:
             return InTurn(self, sites, self._orders, self._observed)
         if self.group.bound != "bound" or self._rounds >= _MOST_ROUNDS:
@@ -109,7 +108,7 @@ class LinearBernoulli(Expansion):
         following._rounds, following._steps = self._rounds + 1, steps
         return following
 
-    def _solve(self, sites: Mapping[str, Any]) -> None:
+    def fit(self, sites: Mapping[str, Any]) -> None:
         slopes = self.take(sites, again=self.differentiable, whole=True)
         for name, slope in slopes.items():
             shape = self.shapes[name]
@@ -149,28 +148,5 @@ class LinearBernoulli(Expansion):
             else tightest.unsqueeze(-1)
         )
 
-    # ---- probing
-
-    def measure(self, sites: Mapping[str, Any]) -> None:
-        if self.away is None:
-            self._solve(sites)
-        else:
-            super().measure(sites)
-
-    def reaches(self, sites: Mapping[str, Any]) -> bool:
-        slopes = (
-            self.take(sites, again=True, whole=True, parts=[child]) for child in self.group.children
-        )
-        return all(any(bool((each != 0).any()) for each in slope.values()) for slope in slopes)
-
-    def explains(self, far: LinearBernoulli) -> bool:
-        slopes = ((far.slopes[name], slope) for name, slope in self._slopes.items())
-        return all(agree(found, torch.zeros_like(slope), [slope]) for found, slope in slopes)
-
-    def gain(self, near: LinearBernoulli, far: LinearBernoulli) -> tuple[Tensor, Tensor]:
-        steps = [
-            (far.values[n] - near.values[n]).detach() * slope for n, slope in self._slopes.items()
-        ]
-        return torch.stack([s.sum() for s in steps]).sum(), torch.stack(
-            [s.abs().sum() for s in steps]
-        ).sum()
+    def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        return [values[name] * slope for name, slope in self._slopes.items()]

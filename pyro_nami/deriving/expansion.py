@@ -38,6 +38,7 @@ __all__ = [
     "parameters_of",
     "plate_shape",
     "trimmed",
+    "within_plates",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -118,12 +119,50 @@ class Expansion:
         """Whether all that was solved is a number."""
         return all(bool(each.all()) for each in self.finite.values())
 
-    def reaches(self, sites: Mapping[str, Any]) -> bool:
-        """Whether each child says something of the members, and the conditional is a proper one."""
+    # ---- probing: whether the log density has the form that the conditionals take
+
+    def fit(self, sites: Mapping[str, Any]) -> None:
+        """Finds the form's parameters from the sites of the run, of a form that is not known to hold yet."""
         raise NotImplementedError
 
+    def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """Returns terms that add up to the children's log density at values of the members, up to a constant."""
+        raise NotImplementedError
+
+    def measure(self, sites: Mapping[str, Any]) -> None:
+        """Fits the form; or, at a point by itself, takes slopes and the log densities of the children."""
+        if self.away is None:
+            self.fit(sites)
+            return
+        if all(leaf.requires_grad for leaf in self.values.values()):
+            slopes = self.take(sites, whole=True)
+            self.slopes = {name: each.detach() for name, each in slopes.items()}
+        self.totals = torch.stack([self._total(sites, name) for name in self.group.children])
+
+    def reaches(self, sites: Mapping[str, Any]) -> bool:
+        """Whether each child says something of the members, and the conditional is a proper one."""
+        for child in self.group.children:
+            slopes = self.take(sites, again=True, whole=True, parts=[child])
+            if not any(bool((slope != 0).any()) for slope in slopes.values()):
+                return False
+        return True
+
     def explains(self, far: Any) -> bool:
-        """Whether what was solved says slopes and values that were measured at another point, to a thousandth."""
+        """Whether the fitted form has the slopes that were measured at another point, to a thousandth."""
+        with derivatives():
+            at = {name: each.detach().requires_grad_() for name, each in far.values.items()}
+            terms = self.predict(at)
+            slopes = [
+                torch.autograd.grad(term.sum(), list(at.values()), materialize_grads=True)
+                for term in terms
+                if term.requires_grad
+            ]
+        for (name, value), *each in zip(at.items(), *slopes):
+            terms = [value.detach() * slope for slope in each]
+            # times the value, as slopes by its log
+            found = value.detach() * far.slopes[name]
+            if not agree(found, torch.zeros_like(found), terms):
+                return False
         return True
 
     def fits(self, others: Any) -> bool:
@@ -131,13 +170,11 @@ class Expansion:
         return True
 
     def gain(self, near: Any, far: Any) -> tuple[Tensor, Tensor]:
-        """Returns what the log density gains between two points by what was solved, and the size of its terms."""
-        raise NotImplementedError
-
-    def measure(self, sites: Mapping[str, Any]) -> None:
-        """Takes slopes, and the log densities of the children, of a form that is not known to hold yet."""
-        self.slopes = {name: each.detach() for name, each in self.take(sites, whole=True).items()}
-        self.totals = torch.stack([self._total(sites, name) for name in self.group.children])
+        """Returns what the log density gains between two points by the form, and the size of its terms."""
+        starts, ends = (self.predict(each.values) for each in (near, far))
+        gains = [(end - start).detach() for start, end in zip(starts, ends)]
+        total = torch.stack([each.sum() for each in gains]).sum()
+        return total, torch.stack([each.abs().sum() for each in gains]).sum()
 
     def take(
         self,
@@ -279,6 +316,16 @@ def plate_shape(site: Mapping[str, Any]) -> torch.Size:
     """Returns the sizes of the plates around a site, 1 where there is none."""
     frames = {-frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
     return torch.Size(frames.get(dim, 1) for dim in range(max(frames, default=0), 0, -1))
+
+
+def within_plates(log_prob: Tensor, site: Mapping[str, Any], other: Mapping[str, Any]) -> Tensor:
+    """Returns a site's log density summed over the plates that are not around another site, which leaves size 1."""
+    dims, kept = (
+        {frame.dim for frame in each["cond_indep_stack"] if frame.vectorized}
+        for each in (site, other)
+    )
+    summed = sorted(dims - kept)
+    return log_prob.sum(summed, keepdim=True) if summed else log_prob
 
 
 def narrowed(value: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ import torch
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.enumeration import num_values
 from pyro_nami.deriving.exponential_families import FORMS, forms_of
-from pyro_nami.deriving.quadrature import MOST_TABULATED
+from pyro_nami.deriving.grids import MOST_ON_GRID
 from pyro_nami.deriving.refutation import Refutation
 from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.wrappers import innermost
@@ -166,7 +166,7 @@ class Finder(Refutation):
 
         place = group.members.index(name)
         own = rest(group.members[:place])
-        small = set(own.elements) == {1} and len(own.members) <= MOST_TABULATED
+        small = set(own.elements) == {1} and len(own.members) <= MOST_ON_GRID
         if small and (tabulated := self.holding(own._replace(form="quadrature"))):
             return tabulated
         levels = zip(group.members, group.depths)

@@ -1,78 +1,110 @@
-"""Densities on an even grid along a line: their mass, and the quantiles that standard Normal variables are mapped to.
+"""Densities at the points of an even grid along a line: their mass, and the distributions that have them.
 
-The error falls with the fourth power of the grid's step. `on_grid` interpolates values at fewer,
-Chebyshev points by polynomials.
+A standard Normal variable is mapped to the quantiles of the density, which are known at the grid's
+points. The error falls with the fourth power of the grid's step.
 """
 
 from __future__ import annotations
 
-import functools
 import math
+from typing import NamedTuple
 
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-__all__ = ["HALF", "Mass", "coefficients", "grid_like", "on_grid", "points_like", "slope_of"]
+from pyro_nami.deriving.expansion import trimmed
+from pyro_nami.factors.knots import bent_normal
 
-HALF = 6.0  # of the grid, in units of its own
-_SMALLEST = 1e-9  # probability of a tail, up to which quantiles are told
+__all__ = ["FLOOR", "HALF", "MOST_ON_GRID", "LineDensity", "bent", "grid_like", "slope_of"]
+
+HALF = 6.0  # of the length of a grid, in its own units, which are standard deviations for a Normal
+MOST_ON_GRID = 2  # latents with a joint grid; the number of its points is exponential in this
+# nats below its maximum, from where a log density counts as constant; exp(-10 * FLOOR) underflows
+FLOOR = 100.0
 
 
-class Mass:
-    """A density on a grid, of which slopes are known, ``(*batch, points)``, in units of its greatest value there.
+class LineDensity(NamedTuple):
+    """An unnormalized density on a grid along the first dim, ``(points, *batch)`` each.
 
     Attributes:
-        log_density: ``(*batch, points)``, relative to the first point.
+        log_density: in nats, up to a constant.
+        slope: its derivative, per unit of the grid.
     """
 
-    def __init__(self, slope: Tensor, log_density: Tensor | None = None) -> None:
-        self.step = step = 2 * HALF / (slope.shape[-1] - 1)
-        if log_density is None:
-            padded = torch.cat([_before(slope), slope, _before(slope.flip(-1))], -1)
-            rise = 13 * (slope[..., :-1] + slope[..., 1:]) - padded[..., :-3] - padded[..., 3:]
-            log_density = torch.cat(
-                [torch.zeros_like(slope[..., :1]), (rise * (step / 24)).cumsum(-1)], -1
-            )
-        self.log_density = log_density
-        self.top = self.log_density.detach().amax(-1, keepdim=True)
-        self.density = density = (self.log_density - self.top).exp()
-        bend = density * slope
-        mass = (density[..., :-1] + density[..., 1:]) / 2 + (bend[..., :-1] - bend[..., 1:]) * (
-            step / 12
-        )
-        self.between = (mass * step).clamp(min=0)
-        # Beyond the grid the log density goes on as a straight line.
-        self.before = density[..., :1] / slope[..., :1].clamp(min=1 / HALF)
-        self.behind = density[..., -1:] / (-slope[..., -1:]).clamp(min=1 / HALF)
+    log_density: Tensor
+    slope: Tensor
+
+    @classmethod
+    def of_slope(cls, slope: Tensor) -> LineDensity:
+        """Returns the density whose log is 0 at the first point and has these slopes."""
+        step, bend = _step(slope), slope_of(slope)
+        rise = step * (slope[:-1] + slope[1:]) / 2 + step**2 * (bend[:-1] - bend[1:]) / 12
+        return cls(torch.cat([torch.zeros_like(slope[:1]), rise.cumsum(0)]), slope)
+
+    @classmethod
+    def of_values(cls, log_density: Tensor) -> LineDensity:
+        """Returns the density with these finite logs."""
+        return cls(log_density, slope_of(log_density))
 
     def log_total(self) -> Tensor:
-        """Returns the logarithm of the density's integral, relative to that at the first point, ``(*batch,)``."""
-        parts = self.before + self.between.sum(-1, keepdim=True) + self.behind
-        return (parts.log() + self.top).squeeze(-1)
+        """Returns the log of the integral, ``(*batch,)``."""
+        _, masses = self._masses()
+        return masses.sum(0).log() + self._top().squeeze(0)
 
     def quantiles(self) -> tuple[Tensor, Tensor]:
-        """Returns standard Normal quantiles at the grid's points, and the slopes of points by these."""
-        lower = torch.cat([self.before, self.between], -1).cumsum(-1)
-        upper = torch.cat([self.between, self.behind], -1).flip(-1).cumsum(-1).flip(-1)
+        """Returns the standard Normal quantiles of the points, and the slope of a point by its quantile."""
+        density, masses = self._masses()
+        lower = masses.cumsum(0)[:-1]
+        upper = masses.flip(0).cumsum(0).flip(0)[1:]
         total = lower + upper
-        tail = torch.minimum(lower, upper) / total
-        size = -torch.special.ndtri(tail.clamp(min=_SMALLEST))
-        at = torch.where(lower < upper, -size, size)
-        tiny = torch.finfo(total.dtype).tiny
-        slopes = (
-            total * (-at * at / 2).exp() / (math.sqrt(2 * math.pi) * self.density.clamp(min=tiny))
-        )
-        # Where tails are too small the map goes on as a straight line.
-        known = (tail > _SMALLEST).long()
-        grid = grid_like(at.shape[-1], at[..., 0]).movedim(0, -1).expand(at.shape)
-        index = torch.arange(at.shape[-1], device=at.device)
-        first = known.argmax(-1, keepdim=True)
-        last = len(index) - 1 - known.flip(-1).argmax(-1, keepdim=True)
-        for edge, beyond in ((first, index < first), (last, index > last)):
-            start, place, slope = (each.gather(-1, edge) for each in (at, grid, slopes))
-            at = torch.where(beyond, start + (grid - place) / slope, at)
-            slopes = torch.where(beyond, slope, slopes)
-        return at, slopes
+        size = -torch.special.ndtri(torch.minimum(lower, upper) / total)
+        normal = (-size * size / 2).exp() / math.sqrt(2 * math.pi)
+        return torch.where(lower < upper, -size, size), total * normal / density
+
+    def _top(self) -> Tensor:
+        return self.log_density.detach().amax(0, keepdim=True)
+
+    def _masses(self) -> tuple[Tensor, Tensor]:
+        """Returns the density relative to its maximum; and its mass before, between and behind the points."""
+        below, step = self.log_density - self._top(), _step(self.slope)
+        slope = self.slope.where(below > -FLOOR, 0.0)
+        below = below.clamp(min=-FLOOR)
+        density = below.exp()
+        # Simpson's rule, with the middle of a cell by a cubic through its ends.
+        middle = (below[:-1] + below[1:]) / 2 + step / 8 * (slope[:-1] - slope[1:])
+        between = step / 6 * (density[:-1] + 4 * middle.exp() + density[1:])
+        # Beyond the grid the log density goes on as a straight line.
+        before = density[:1] / slope[:1].clamp(min=1 / HALF)
+        behind = density[-1:] / (-slope[-1:]).clamp(min=1 / HALF)
+        return density, torch.cat([before, between, behind])
+
+
+def bent(
+    quantiles: tuple[Tensor, Tensor],
+    center: Tensor,
+    scale: Tensor,
+    like: Tensor,
+    event_dim: int,
+    dims: int | None,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> dist.TransformedDistribution:
+    """Returns the distribution of a value of one element that has given quantiles on a grid.
+
+    Args:
+        quantiles: as of `LineDensity`, ``(points, *batch)``.
+        center, scale: of the grid: the value at its middle, and by how much it changes in a unit, ``(*batch)``.
+        like: a tensor of the values' type.
+        event_dim: dims of size 1 to the right of the batch shape.
+        dims: number of batch dims, beyond which leading ones are left out.
+        bounds: of the values, if they are cut off.
+    """
+    at, slopes = quantiles
+    place = center + scale * grid_like(len(at), at[0])
+    knots = torch.stack([each.expand(at.shape) for each in (at, place, scale * slopes)]).to(like)
+    shape = trimmed(at.shape[1:], dims) + (1,) * event_dim
+    x, y, slopes = knots.movedim(1, -1).reshape((3, *shape, -1))
+    return bent_normal(x, y, slopes, bounds)
 
 
 def grid_like(size: int, like: Tensor) -> Tensor:
@@ -81,58 +113,19 @@ def grid_like(size: int, like: Tensor) -> Tensor:
     return grid.reshape((-1,) + (1,) * like.dim())
 
 
-def points_like(size: int, like: Tensor) -> Tensor:
-    """Returns Chebyshev points from end to end of a grid along a first dim, before those of ``like``."""
-    return (HALF * _nodes(size)).to(like).reshape((-1,) + (1,) * like.dim())
-
-
-def coefficients(values: Tensor) -> Tensor:
-    """Returns the Chebyshev coefficients, along a first dim, of a polynomial through values at `points_like`.
+def slope_of(values: Tensor) -> Tensor:
+    """Returns the derivative of values on a grid along the first dim, of fourth order but for two points at the ends.
 
     Example:
-        >>> coefficients(points_like(5, torch.zeros(())).square()).round(decimals=3)  # of 36 t^2 = 18 + 18 T2(t)
-        tensor([18.,  0., 18.,  0.,  0.])
-    """
-    to = torch.linalg.inv(_polynomials(_nodes(len(values)), len(values)))
-    return torch.tensordot(to.to(values), values, 1)
-
-
-def on_grid(values: Tensor, size: int) -> Tensor:
-    """Returns what a polynomial through values at `points_like` is at a grid's points, along a first dim.
-
-    Example:
-        >>> points, grid = points_like(13, torch.zeros(())), grid_like(5, torch.zeros(()))
-        >>> (on_grid(points.cos(), 5) - grid.cos()).abs().max() < 1e-3
+        >>> grid = grid_like(25, torch.zeros(()))
+        >>> (slope_of(grid**4) - 4 * grid**3).abs()[2:-2].max() < 1e-2
         tensor(True)
     """
-    return torch.tensordot(_to_grid(len(values), size).to(values), values, 1)
+    step = _step(values)
+    (slope,) = torch.gradient(values, spacing=step, dim=0, edge_order=2)
+    wide = (values[4:] - values[:-4]) / (4 * step)
+    return torch.cat([slope[:2], (4 * slope[2:-2] - wide) / 3, slope[-2:]])
 
 
-@functools.cache
-@torch.inference_mode(False)  # as it is kept for calls with gradients
-def _to_grid(count: int, size: int) -> Tensor:
-    at = torch.linspace(-1, 1, size, dtype=torch.float64, device="cpu")
-    return _polynomials(at, count) @ torch.linalg.inv(_polynomials(_nodes(count), count))
-
-
-def _nodes(count: int) -> Tensor:
-    return -torch.linspace(0, math.pi, count, dtype=torch.float64, device="cpu").cos()
-
-
-def _polynomials(at: Tensor, count: int) -> Tensor:
-    """Returns Chebyshev polynomials, ``(places, count)``."""
-    return (at.clamp(-1, 1).acos().unsqueeze(-1) * torch.arange(count, device="cpu")).cos()
-
-
-def _before(values: Tensor) -> Tensor:
-    """Returns what a cubic through the first four values along the last dim has one step before them."""
-    return 4 * values[..., :1] - 6 * values[..., 1:2] + 4 * values[..., 2:3] - values[..., 3:4]
-
-
-def slope_of(values: Tensor) -> Tensor:
-    """Returns the slope of values on a grid along the first dim."""
-    step = 2 * HALF / (len(values) - 1)
-    inner = (values[:-4] - values[4:] + 8 * (values[3:-1] - values[1:-3])) / (12 * step)
-    start = (values[1:3] - values[:2]) / step
-    end = (values[-2:] - values[-3:-1]) / step
-    return torch.cat([start, inner, end])
+def _step(values: Tensor) -> float:
+    return 2 * HALF / (len(values) - 1)

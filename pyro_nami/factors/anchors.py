@@ -7,8 +7,9 @@ from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions import Distribution, TransformedDistribution, transforms
 
+from pyro_nami.factors.bijections import peel_support
 from pyro_nami.factors.types import type_of
-from pyro_nami.factors.wrappers import base_of, innermost, through_wrappers
+from pyro_nami.factors.wrappers import base_of, through_wrappers
 
 __all__ = ["location_and_scale"]
 
@@ -29,42 +30,43 @@ def location_and_scale(prior: Distribution) -> Tensor | None:
         >>> location_and_scale(torch.distributions.LogNormal(torch.tensor(1.0), torch.tensor(2.0)))
         tensor([1., 2.])
     """
-    return through_wrappers(prior, _stacked) if _has_anchor(innermost(prior)) else None
+    return through_wrappers(prior, _of_leaf)
 
 
-def _has_anchor(leaf: Distribution) -> bool:
-    return type_of(leaf).anchor is not None or _affine_maps(leaf) is not None
-
-
-def _stacked(leaf: Distribution) -> Tensor:
+def _of_leaf(leaf: Distribution) -> Tensor | None:
     anchor = type_of(leaf).anchor
-    loc, scale = _transformed(leaf) if anchor is None else anchor(leaf)
+    found = _transformed(leaf) if anchor is None else anchor(leaf)
+    if found is None:
+        return None
+    loc, scale = found
     return torch.stack((loc, scale.clamp(min=torch.finfo(scale.dtype).tiny ** 0.5)), -1)
 
 
-def _affine_maps(leaf: Distribution) -> list[transforms.AffineTransform] | None:
-    """Returns the affine maps of a real base that are left in unconstrained space, None if there are others.
+def _transformed(leaf: Distribution) -> tuple[Tensor, Tensor] | None:
+    """Returns location and scale of a real base after affine maps; None if there are other maps.
 
     A last map that is the bijection of its own support (exp, sigmoid, stick-breaking) drops out there.
     """
     if not isinstance(leaf, TransformedDistribution):
         return None
-    maps = list(leaf.transforms)
-    for i, transform in enumerate(maps):
-        while isinstance(transform, transforms.IndependentTransform):
-            maps[i] = transform = transform.base_transform
+    base, maps = base_of(leaf), [_without_independent(each) for each in leaf.transforms]
     if maps and isinstance(maps[-1], _OF_SUPPORTS):
         maps.pop()
-    affine = [transform for transform in maps if isinstance(transform, transforms.AffineTransform)]
-    base = innermost(base_of(leaf))
-    real = getattr(base.support, "base_constraint", base.support) is constraints.real
-    return affine if real and len(affine) == len(maps) and _has_anchor(base) else None
+    real = peel_support(base.support)[0] is constraints.real
+    moments = location_and_scale(base) if real else None
+    if moments is None:
+        return None
+    loc, scale = moments.unbind(-1)
+    for each in maps:
+        if not isinstance(each, transforms.AffineTransform):
+            return None
+        slope = torch.as_tensor(each.scale, dtype=loc.dtype, device=loc.device)
+        loc, scale = each.loc + slope * loc, slope.abs() * scale
+    loc, scale = torch.broadcast_tensors(loc, scale)
+    return loc, scale
 
 
-def _transformed(leaf: Distribution) -> tuple[Tensor, Tensor]:
-    assert isinstance(leaf, TransformedDistribution)
-    loc, scale = through_wrappers(base_of(leaf), _stacked).unbind(-1)
-    for transform in _affine_maps(leaf) or []:
-        slope = torch.as_tensor(transform.scale, dtype=loc.dtype, device=loc.device)
-        loc, scale = transform.loc + slope * loc, slope.abs() * scale
-    return loc.expand(torch.broadcast_shapes(loc.shape, scale.shape)), scale.expand(loc.shape)
+def _without_independent(transform: transforms.Transform) -> transforms.Transform:
+    while isinstance(transform, transforms.IndependentTransform):
+        transform = transform.base_transform
+    return transform

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributions import Distribution, biject_to, transforms
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from pyro_nami.factors.links import within
 
 __all__ = [
+    "LogCholeskyTransform",
     "NearlyIdentity",
-    "TriangularTransform",
     "bijection_to",
     "detached_support",
     "has_tensor_bounds",
@@ -36,9 +36,8 @@ def bijection_to(support: Constraint) -> Transform:
     """Returns a bijection from unconstrained space to `support`.
 
     This is Pyro's ``biject_to(support)`` where that exists, but between far bounds `NearlyIdentity`. Besides:
-    ``lower_cholesky`` (and its softplus kin) by the
-    logarithm of the diagonal, ``positive_definite`` through its Cholesky factor, ``lower_triangular`` and
-    ``unit_lower_cholesky`` by their free entries, and mixtures by the support of their components.
+    ``lower_cholesky`` (and its softplus kin) by the logarithm of the diagonal, ``positive_definite`` through its
+    Cholesky factor, and mixtures by the support of their components.
 
     Raises:
         NotImplementedError: no bijection is known (discrete supports, spheres, ...).
@@ -133,86 +132,63 @@ def interior(support: Constraint, value: Tensor) -> Tensor:
     inverse is far from the dtype's largest number, and values without a bound end at its root. Other values stay.
     """
     base, _ = peel_support(support)
-    if not value.is_floating_point():
+    if base is constraints.real or base.is_discrete or not value.is_floating_point():
         return value
     finfo = torch.finfo(value.dtype)
     # the latter of each for float16
     least, most = min(finfo.tiny * 2**26, finfo.eps**2), max(finfo.max**0.5, 1e4)
-    if isinstance(base, (constraints.greater_than, constraints.greater_than_eq)):
-        lower = base.lower_bound + (finfo.eps * abs(base.lower_bound) + least)
-        return within(value, lower, None if isinstance(lower, Tensor) else max(most, 2 * lower))
-    if isinstance(base, constraints.less_than):
-        return within(value, high=base.upper_bound - (finfo.eps * abs(base.upper_bound) + least))
-    if isinstance(base, (constraints.interval, constraints.half_open_interval)):
-        margin = finfo.eps * (base.upper_bound - base.lower_bound)
-        at_zero = not isinstance(base.lower_bound, Tensor) and base.lower_bound == 0
-        lower = base.lower_bound + (least if at_zero else margin)
-        return within(value, lower, base.upper_bound - margin)
     if isinstance(base, type(constraints.simplex)):  # a copied guide has a copy of it
         return within(value, least)
-    return value
+    low, high = getattr(base, "lower_bound", None), getattr(base, "upper_bound", None)
+    if low is not None:
+        low = low + (finfo.eps * abs(low) + least)
+    if high is not None:
+        high = high - (finfo.eps * abs(high) + least)
+    elif low is not None and not isinstance(low, Tensor):
+        high = max(most, 2 * low)
+    return within(value, low, high)
 
 
-class TriangularTransform(Transform):
-    """Maps a real vector to a lower triangular matrix of size ``n``.
+class LogCholeskyTransform(Transform):
+    """Maps a real vector to a lower triangular matrix of size ``n`` with a positive diagonal.
 
-    The vector holds the diagonal first (``"log"``: its logarithm, ``"free"``: itself, ``"unit"``: not at all), then the
-    entries strictly below it, row by row. Densities of matrices are those of their free lower triangular entries.
+    The vector holds the entries from the diagonal on down, row by row, but the logarithms of the diagonal. Densities of
+    matrices are those of their free lower triangular entries.
 
     Example:
-        >>> TriangularTransform("log")(torch.tensor([0.0, 0.0, 5.0]))
+        >>> LogCholeskyTransform()(torch.tensor([0.0, 5.0, 0.0]))
         tensor([[1., 0.],
                 [5., 1.]])
     """
 
     domain = constraints.real_vector
+    codomain = constraints.lower_cholesky
     bijective = True
 
-    def __init__(self, diagonal: str = "log") -> None:
-        super().__init__()
-        self.diagonal = diagonal
-        self.codomain = _TRIANGULAR[diagonal]
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TriangularTransform) and self.diagonal == other.diagonal
+        return isinstance(other, LogCholeskyTransform)
 
     def _call(self, x: Tensor) -> Tensor:
-        size = self._size(x.shape[-1])
-        if self.diagonal == "unit":
-            diagonal, below = x.new_ones(x.shape[:-1] + (size,)), x
-        else:
-            diagonal, below = x[..., :size], x[..., size:]
-            diagonal = diagonal.exp() if self.diagonal == "log" else diagonal
+        length = x.shape[-1]
+        size = round((0.25 + 2 * length) ** 0.5 - 0.5)
         # Gathered, never written in place: score-function terms follow the values.
-        entries = torch.cat([diagonal, below, x.new_zeros(x.shape[:-1] + (1,))], -1)
-        position = torch.full((size, size), entries.shape[-1] - 1, device=x.device)
-        position.diagonal().copy_(torch.arange(size, device=x.device))
-        row, column = torch.tril_indices(size, size, -1, device=x.device)
-        position[row, column] = torch.arange(size, size + len(row), device=x.device)
-        return entries[..., position]
+        place = torch.full((size, size), length, device=x.device)
+        row, column = torch.tril_indices(size, size, device=x.device)
+        place[row, column] = torch.arange(length, device=x.device)
+        lower = pad(x, (0, 1))[..., place]
+        return lower.tril(-1) + lower.diagonal(dim1=-2, dim2=-1).exp().diag_embed()
 
     def _inverse(self, y: Tensor) -> Tensor:
-        size = y.shape[-1]
-        row, column = torch.tril_indices(size, size, -1, device=y.device)
-        below = y[..., row, column]
-        if self.diagonal == "unit":
-            return below
-        diagonal = y.diagonal(dim1=-2, dim2=-1)
-        return torch.cat([diagonal.log() if self.diagonal == "log" else diagonal, below], -1)
+        lower = y.tril(-1) + y.diagonal(dim1=-2, dim2=-1).log().diag_embed()
+        row, column = torch.tril_indices(y.shape[-1], y.shape[-1], device=y.device)
+        return lower[..., row, column]
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns the log determinant ``(*batch,)``: the sum of the log diagonal, or zero."""
-        return (
-            x[..., : y.shape[-1]].sum(-1) if self.diagonal == "log" else x.new_zeros(x.shape[:-1])
-        )
+        """Returns the log determinant ``(*batch,)``: the sum of the log diagonal."""
+        return y.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def inverse_shape(self, shape: tuple[int, ...]) -> torch.Size:
-        size = shape[-1] - (self.diagonal == "unit")
-        return torch.Size(tuple(shape[:-2]) + (size * (size + 1) // 2,))
-
-    def _size(self, length: int) -> int:
-        size = round((0.25 + 2 * length) ** 0.5 - 0.5)
-        return size + 1 if self.diagonal == "unit" else size
+        return torch.Size((*shape[:-2], shape[-1] * (shape[-1] + 1) // 2))
 
 
 class NearlyIdentity(Transform):
@@ -282,21 +258,13 @@ class _NormalCDF(Transform):
         return -0.5 * (x * x + math.log(2 * math.pi))
 
 
-_TRIANGULAR = {
-    "log": constraints.lower_cholesky,
-    "free": constraints.lower_triangular,
-    "unit": constraints.unit_lower_cholesky,
-}
-
-
 def _base_bijection(support: Constraint) -> Transform:
-    for diagonal, triangular in _TRIANGULAR.items():
-        if isinstance(support, type(triangular)):
-            return TriangularTransform(diagonal)
+    if isinstance(support, type(constraints.lower_cholesky)):
+        return LogCholeskyTransform()
     if isinstance(
         support, (type(constraints.positive_definite), type(constraints.positive_semidefinite))
     ):
-        return transforms.ComposeTransform([TriangularTransform("log"), CholeskyTransform().inv])
+        return transforms.ComposeTransform([LogCholeskyTransform(), CholeskyTransform().inv])
     if isinstance(support, constraints.cat):
         return transforms.CatTransform(
             [bijection_to(part) for part in support.cseq], support.dim, support.lengths

@@ -213,7 +213,7 @@ def _summed(fn: Distribution, density: Tensor) -> Tensor:
             mask = torch.as_tensor(layer._mask, device=density.device)
             density = density.where(mask.reshape(mask.shape + (1,) * layer.event_dim), 0.0)
     event_dim = len(fn.event_shape)
-    return density.flatten(density.dim() - event_dim).sum(-1) if event_dim else density
+    return density.flatten(-event_dim).sum(-1) if event_dim else density
 
 
 _BOUNDS: dict[type, Bound] = {NoisyOr: NoisyOrDual(), Bernoulli: JaakkolaJordan()}

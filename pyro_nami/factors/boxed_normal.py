@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_nami.factors.elements import LatestDraw
+from pyro_nami.factors.bijections import support_on
 from pyro_nami.factors.joint_normal import JointNormal
-from pyro_nami.factors.truncated_normal import TruncatedNormal
+from pyro_nami.factors.truncated_normal import NEGLIGIBLE, TruncatedNormal
 
 __all__ = ["BoxedNormal"]
-
-_CLEAR = 8.0  # deviations: from bounds that far a Normal loses less than doubles can tell
-# deviations: bounds further off are taken to be there, where bends are still numbers
-_FARTHEST = 1e6
 
 
 class BoxedNormal(JointNormal):
@@ -62,40 +58,26 @@ class BoxedNormal(JointNormal):
 
     @constraints.dependent_property
     def support(self) -> constraints.Constraint:
-        low, high = (
-            each.expand(self.loc.shape).reshape(self.loc.shape[:-1] + self._held)
-            for each in self._bounds
-        )
-        interval = constraints.interval(low, high)
-        return constraints.independent(interval, self.event_dim) if self.event_dim else interval
+        low, high = (self._shown(bound.expand(self.loc.shape)) for bound in self._bounds)
+        return support_on(constraints.interval(low, high), self.event_dim)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         value = super().rsample(sample_shape)
         x = self._vector(value)
-        below, above = self._edges(x, self._noise(x))
-        if bool(((below < -_CLEAR) & (above > _CLEAR)).all()):
+        if _are_far(*self._edges(x, self._noise(x))):
             self._lost[0] = self.loc.new_zeros(())
             return value
         value = self._in_turn(x.shape).reshape(value.shape)
-        self._latest = LatestDraw.of(value)
+        self._latest.keep(value)
         return value
 
-    def log_prob(self, value: Tensor) -> Tensor:
-        x = self._vector(value)
-        noise = self._noise(x)
+    def _log_probs(self, x: Tensor, noise: Tensor) -> Tensor:
+        log_probs = super()._log_probs(x, noise)
         below, above = self._edges(x, noise)
-        log_prob = super().log_prob(value)
-        inside = (self.low <= x) & (x <= self.high)
-        clear = (below < -_CLEAR) & (above > _CLEAR)
-        if bool(clear.all()):
-            return log_prob
-        log_mass = torch.where(
-            inside, self._log_mass(self._straight(noise), below, above).to(noise), torch.inf
-        )
-        log_mass = log_mass.reshape(log_mass.shape[:-1] + self._held)
-        return log_prob - (
-            log_mass.sum(tuple(range(-self.event_dim, 0))) if self.event_dim else log_mass
-        )
+        if _are_far(below, above):
+            return log_probs
+        log_mass = _standard(below, above).log_mass.to(noise)
+        return torch.where((self.low <= x) & (x <= self.high), log_probs - log_mass, -torch.inf)
 
     def _made(self, loc: Tensor, elements: Any) -> BoxedNormal:
         other = BoxedNormal(loc, self.lower, self._held, self.event_dim, elements, *self._bounds)
@@ -114,21 +96,10 @@ class BoxedNormal(JointNormal):
 
     def _straight(self, noise: Tensor) -> Tensor:
         """Returns the standard Normal variables that elements are made of."""
-        noise = noise.clamp(-_FARTHEST, _FARTHEST)
-        return noise if self._elements is None else self._elements.noise(noise)
-
-    def _log_mass(self, noise: Tensor, below: Tensor, above: Tensor) -> Tensor:
-        """Returns the log of a standard Normal's mass between two numbers; a number between these helps to tell."""
-        noise = noise.double()
-        below = below.double()
-        above = above.double()
-        zero, one = torch.zeros_like(noise), torch.ones_like(noise)
-        at = torch.minimum(torch.maximum(noise, below), above)
-        cut = TruncatedNormal(zero, one, below, above, validate_args=False).log_prob(at)
-        return torch.distributions.Normal(zero, one, validate_args=False).log_prob(at) - cut
+        return noise if self._elements is None else self._elements.noise(_bounded(noise))
 
     def _in_turn(self, shape: torch.Size) -> Tensor:
-        """Returns vectors whose elements are drawn one after another, within their bounds; tells what is lost."""
+        """Returns vectors whose elements are drawn one after another, within their bounds; notes what is lost."""
         loc, lower = self.loc.double(), self.lower.double()
         off, log_mass = loc.new_zeros(shape[:-1] + (0,)), loc.new_zeros(shape[:-1])
         for i in range(shape[-1]):
@@ -137,20 +108,35 @@ class BoxedNormal(JointNormal):
             edges = [
                 narrow * (bound[..., i].double() - loc[..., i]) + pull for bound in self._bounds
             ]
-            below, above = (self._of_one(i, edge, shape, straight=True) for edge in edges)
-            zero, one = torch.zeros_like(below), torch.ones_like(below)
-            noise = TruncatedNormal(zero, one, below, above, validate_args=False).rsample()
-            log_mass = log_mass + self._log_mass(noise, below, above)
-            bent = self._of_one(i, noise, shape, straight=False)
-            off = torch.cat([off, ((bent - pull) / narrow).unsqueeze(-1)], -1)
+            below, above = (self._straight(_spread(edge, shape))[..., i] for edge in edges)
+            cut = _standard(below, above)
+            log_mass = log_mass + cut.log_mass
+            noise = cut.rsample()
+            if self._elements is not None:
+                noise = self._elements.at(_bounded(_spread(noise, shape)))[..., i]
+            off = torch.cat([off, ((noise - pull) / narrow).unsqueeze(-1)], -1)
         self._lost[0] = -log_mass.detach().expm1()
         low, high = self.low.nextafter(self.high), self.high.nextafter(self.low)
         return torch.minimum(torch.maximum((loc + off).to(self.loc), low), high)
 
-    def _of_one(self, i: int, noise: Tensor, shape: torch.Size, straight: bool) -> Tensor:
-        """Returns noise of the i-th element, bent or unbent."""
-        noise = noise.expand(shape[:-1])
-        if self._elements is None:
-            return noise
-        whole = noise.unsqueeze(-1).expand(shape).clamp(-_FARTHEST, _FARTHEST)
-        return (self._elements.noise(whole) if straight else self._elements.at(whole))[..., i]
+
+def _are_far(below: Tensor, above: Tensor) -> bool:
+    """Whether standard Normal variables are between such bounds as good as always."""
+    return bool(((below < -NEGLIGIBLE) & (above > NEGLIGIBLE)).all())
+
+
+def _standard(below: Tensor, above: Tensor) -> TruncatedNormal:
+    """Returns standard Normal variables between bounds, in double precision."""
+    zero = below.new_zeros((), dtype=torch.float64)
+    return TruncatedNormal(zero, zero + 1, below.double(), above.double(), validate_args=False)
+
+
+def _bounded(noise: Tensor) -> Tensor:
+    """Returns noise of a size whose bends are still numbers."""
+    most = torch.finfo(noise.dtype).max ** 0.5
+    return noise.clamp(-most, most)
+
+
+def _spread(noise: Tensor, shape: torch.Size) -> Tensor:
+    """Returns noise ``(*lead)`` of one element as that of all elements, ``(*lead, E)``."""
+    return noise.expand(shape[:-1]).unsqueeze(-1).expand(shape)

@@ -15,9 +15,9 @@ import torch
 from pyro.distributions import TorchDistribution
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import Distribution, constraints
 
-from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.elements import LatestDraw, draw_elements
 from pyro_nami.factors.gumbel_softmax import gumbel_softmax
 from pyro_nami.factors.layout import Layout
 from pyro_nami.factors.path_scored import PathScored
@@ -35,7 +35,7 @@ class SiteDistribution(PathScored):
     Example:
         >>> from pyro_nami.factors.layout import UnconstrainedLayout
         >>> from pyro_nami.factors.normals import NormalElements
-        >>> layout = UnconstrainedLayout(constraints.positive, torch.Size(), torch.tensor(1.0))
+        >>> layout = UnconstrainedLayout(constraints.positive, torch.Size())
         >>> q = SiteDistribution(NormalElements(torch.tensor([[0.0, 0.5413]])), layout)  # softplus(0.5413) = 1
         >>> q.log_prob(torch.tensor(2.0)), torch.distributions.LogNormal(0.0, 1.0).log_prob(torch.tensor(2.0))
         (tensor(-1.8523), tensor(-1.8523))
@@ -43,12 +43,12 @@ class SiteDistribution(PathScored):
 
     arg_constraints: dict[str, constraints.Constraint] = {}
 
-    def __init__(self, elements: Elements, layout: Layout) -> None:
+    def __init__(self, elements: Distribution, layout: Layout) -> None:
         self._elements = elements
         self._layout = layout
-        self._latest = NO_DRAW
+        self._latest = LatestDraw()
         self._support = layout.support
-        batch_shape = elements.shape[:-1]
+        batch_shape = elements.batch_shape[:-1]
         if layout.batch_shape:
             batch_shape = torch.broadcast_shapes(batch_shape, layout.batch_shape)
         super().__init__(batch_shape, layout.event_shape)
@@ -68,7 +68,6 @@ class SiteDistribution(PathScored):
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> SiteDistribution:
         wide = copy.copy(self)
         wide._batch_shape = torch.broadcast_shapes(tuple(batch_shape), self._batch_shape)
-        wide._latest = NO_DRAW
         return wide
 
     def relaxed(self, temperature: float) -> SiteDistribution | None:
@@ -76,7 +75,7 @@ class SiteDistribution(PathScored):
         if not self._layout.is_indicator:
             return None
         new = copy.copy(self)
-        new._elements, new._latest = self._elements.relaxed(temperature), NO_DRAW
+        new._elements, new._latest = gumbel_softmax(self._elements, temperature), LatestDraw()
         new._support = constraints.independent(constraints.unit_interval, len(self._event_shape))
         new.fixed = None  # at a relaxed draw the mean of the score is not zero
         return new
@@ -95,17 +94,14 @@ class SiteDistribution(PathScored):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.has_rsample):
             return self._draw(sample_shape)
 
-    def recall(self, value: Tensor) -> Tensor | None:
-        """Returns the elements of the latest draw if `value` is it; see `LatestDraw`."""
-        kept = self._latest.recall(value)
-        return None if kept is None else kept[0]
-
     def drawn(self, x: Tensor) -> Tensor | None:
-        return self.recall(x)
+        """Returns the elements of the latest draw if `x` is it; see `LatestDraw`."""
+        kept = self._latest.recall(x)
+        return None if kept is None else kept[0]
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities in nats ``(*batch,)``; of an instance given those before it, in a joint block."""
-        elements = self.recall(value)
+        elements = self.drawn(value)
         if elements is None:
             if self._validate_args:
                 self._validate_sample(value)
@@ -128,7 +124,7 @@ class SiteDistribution(PathScored):
             raise NotImplementedError(
                 "Expected one element of a type with finite support to enumerate"
             )
-        values = self._elements.enumerate_support()
+        values = self._elements.enumerate_support(expand=False)
         ones = (1,) * len(self._batch_shape)
         values = values.reshape((len(values),) + ones + self._event_shape)
         return values.expand(
@@ -136,11 +132,10 @@ class SiteDistribution(PathScored):
         )
 
     def _draw(self, sample_shape: Sequence[int]) -> Tensor:
-        elements = self._elements.draw(
-            torch.Size(sample_shape) + self._batch_shape + (self._layout.num_elements,)
-        )
+        shape = torch.Size(sample_shape) + self._batch_shape + (self._layout.num_elements,)
+        elements = draw_elements(self._elements, shape)
         value = self._layout.value(elements)
-        self._latest = LatestDraw.of(value, elements)
+        self._latest.keep(value, elements)
         return value
 
 
@@ -179,7 +174,7 @@ class Relocated(TorchDistribution):
 
     def __init__(self, base: TorchDistribution, relocation: Relocation) -> None:
         self._base, self._relocation = base, relocation
-        self._latest = NO_DRAW
+        self._latest = LatestDraw()
         super().__init__(
             relocation.outside(base.batch_shape), base.event_shape, validate_args=False
         )
@@ -233,7 +228,7 @@ class Relocated(TorchDistribution):
 
     def _out(self, inside: Tensor, sample_ndims: int) -> Tensor:
         value = inside.reshape(inside.shape[:sample_ndims] + self.batch_shape + self.event_shape)
-        self._latest = LatestDraw.of(value, inside)
+        self._latest.keep(value, inside)
         return value
 
     def _inside(self, value: Tensor) -> Tensor:

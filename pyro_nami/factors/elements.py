@@ -1,125 +1,110 @@
-"""Densities of single elements, batched: what a site's distribution draws and scores, element by element.
+"""Distributions of single elements: what a site's distribution draws and scores, element by element.
 
-Densities made of Normals are in `normals`; the others, relaxed discrete types included, are here.
+Any torch distribution will do. Distributions that are made of Normals are in `normals`; here are relaxed types,
+and a Kumaraswamy distribution that torch has in lower precision.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import Distribution, constraints
+from torch.distributions.constraints import Constraint
 from torch.nn.functional import logsigmoid
 
 from pyro_nami.factors.bijections import interior, support_of
-from pyro_nami.factors.gumbel_softmax import gumbel_noise, gumbel_softmax, logistic_noise
+from pyro_nami.factors.gumbel_softmax import gumbel_noise, logistic_noise
 
 __all__ = [
-    "NO_DRAW",
     "Elements",
     "ExpRelaxedElements",
     "LatestDraw",
     "LogisticElements",
-    "OwnElements",
     "StableKumaraswamy",
+    "draw_elements",
 ]
 
 
-class LatestDraw(NamedTuple):
-    """A draw, known by identity, and what was computed on the way to it: its score then costs no inverse."""
+class LatestDraw:
+    """The latest draw, known by identity, and what was computed on the way to it: its score then costs no inverse."""
 
-    value: Tensor | None
-    tied: bool  # whether it required gradients
-    recorded: bool  # whether gradients were recorded on the way
-    kept: tuple[Any, ...]
+    def __init__(self) -> None:
+        self._value: Tensor | None = None
+        self._kept: tuple[Any, ...] = ()
+        self._requires_grad = False
+        self._grad_enabled = False
 
-    @classmethod
-    def of(cls, value: Tensor, *kept: Any) -> LatestDraw:
-        return cls(value, value.requires_grad, torch.is_grad_enabled(), kept)
+    def keep(self, value: Tensor, *kept: Any) -> None:
+        """Notes a draw and what to recall of it."""
+        self._value, self._kept = value, kept
+        self._requires_grad, self._grad_enabled = value.requires_grad, torch.is_grad_enabled()
 
     def recall(self, value: Tensor) -> tuple[Any, ...] | None:
         """Returns what was kept if `value` is the draw, unchanged in its tie to autograd, with all gradients wanted.
 
         A draw made without gradients is a constant: its score needs the path through the parameters.
         """
-        same = self.value is value and self.tied == value.requires_grad
-        return self.kept if same and (self.recorded or not torch.is_grad_enabled()) else None
+        if value is not self._value or value.requires_grad != self._requires_grad:
+            return None
+        return self._kept if self._grad_enabled or not torch.is_grad_enabled() else None
 
 
-NO_DRAW = LatestDraw(None, False, False, ())
+class Elements(Distribution):
+    """A distribution of single elements, of batch shape ``(*batch, E)``, on the real line unless it says otherwise.
+
+    Parameters broadcast, so an expanded one is a copy with another batch shape, which shares the latest draw.
+    """
+
+    arg_constraints: dict[str, Constraint] = {}
+    support: Any = constraints.real
+    has_rsample = True
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        wide = copy.copy(self)
+        wide._batch_shape = torch.Size(batch_shape)
+        return wide
 
 
-class Elements(ABC):
-    """A batch of distributions of one element, a scalar or, for simplex-like types, a vector."""
+def draw_elements(elements: Distribution, shape: torch.Size) -> Tensor:
+    """Returns a draw ``(*shape, *element)`` off the boundary of the support, reparameterized where it can be.
 
-    shape: torch.Size  # ``(*batch, E)``
-    has_rsample: bool = True  # whether `draw` is reparameterized
-    has_enumerate_support: bool = False  # whether the values can be listed
-
-    @abstractmethod
-    def draw(self, shape: torch.Size) -> Tensor:
-        """Returns a draw of ``shape + element shape``; `shape` is broadcastable from `self.shape`."""
-
-    @abstractmethod
-    def log_prob(self, x: Tensor) -> Tensor:
-        """Returns log densities in nats, one per element: ``(*batch, E)``."""
-
-    def enumerate_support(self) -> Tensor:
-        """Returns all values ``(values, *ones, *element)``."""
-        raise NotImplementedError(f"{type(self).__name__} cannot list its values")
-
-    def relaxed(self, temperature: float) -> Elements:
-        """Returns these with draws by the Gumbel-softmax, reparameterized; see `gumbel_softmax`."""
-        raise NotImplementedError(
-            f"Expected elements that can be relaxed; {type(self).__name__} has no such method"
-        )
-
-
-class OwnElements(Elements):
-    """Elements of any torch distribution of batch shape ``(*batch, E)``."""
-
-    def __init__(self, distribution: torch.distributions.Distribution) -> None:
-        self.distribution = distribution
-        self.shape = distribution.batch_shape
-        self.has_rsample = distribution.has_rsample
-        self.has_enumerate_support = distribution.has_enumerate_support
-
-    def draw(self, shape: torch.Size) -> Tensor:
-        expanded = self.distribution if shape == self.shape else self.distribution.expand(shape)
-        x = expanded.rsample() if self.has_rsample else expanded.sample()
-        return interior(support_of(self.distribution), x)
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        return self.distribution.log_prob(x)
-
-    def enumerate_support(self) -> Tensor:
-        return self.distribution.enumerate_support(expand=False)
-
-    def relaxed(self, temperature: float) -> OwnElements:
-        return OwnElements(gumbel_softmax(self.distribution, temperature))
+    Args:
+        elements: of a batch shape that can be expanded to ``shape``.
+        shape: ``(*samples, *batch, E)``.
+    """
+    wide = elements if shape == elements.batch_shape else elements.expand(shape)
+    return interior(support_of(elements), wide.rsample() if wide.has_rsample else wide.sample())
 
 
 class LogisticElements(Elements):
     """The logit of a relaxed Bernoulli variable: x = (logits + logistic noise) / temperature, both ``(*batch, E)``.
+
+    Unlike torch's ``LogitRelaxedBernoulli`` it is exact at logits and values of any size.
 
     Example:
         >>> LogisticElements(torch.zeros(1), torch.ones(1)).log_prob(torch.zeros(1)).exp()
         tensor([0.2500])
     """
 
-    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
+    def __init__(
+        self, logits: Tensor, temperature: Tensor, validate_args: bool | None = None
+    ) -> None:
         self.logits, self.temperature = logits, temperature
-        self.shape = torch.broadcast_shapes(logits.shape, temperature.shape)
+        shape = torch.broadcast_shapes(logits.shape, temperature.shape)
+        super().__init__(shape, validate_args=validate_args)
 
-    def draw(self, shape: torch.Size) -> Tensor:
-        return (self.logits + logistic_noise(shape, self.logits)) / self.temperature
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        noise = logistic_noise(self._extended_shape(sample_shape), self.logits)
+        return (self.logits + noise) / self.temperature
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        gap = self.logits - self.temperature * x
+    def log_prob(self, value: Tensor) -> Tensor:
+        gap = self.logits - self.temperature * value
         return self.temperature.log() + logsigmoid(gap) + logsigmoid(-gap)
 
 
@@ -137,18 +122,25 @@ class ExpRelaxedElements(Elements):
         tensor([True])
     """
 
-    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
-        self.logits, self.temperature = logits, temperature
-        self.shape = torch.broadcast_shapes(logits.shape[:-1], temperature.shape)
+    support = constraints.real_vector
 
-    def draw(self, shape: torch.Size) -> Tensor:
-        noisy = self.logits + gumbel_noise(shape + self.logits.shape[-1:], self.logits)
+    def __init__(
+        self, logits: Tensor, temperature: Tensor, validate_args: bool | None = None
+    ) -> None:
+        self.logits, self.temperature = logits, temperature
+        shape = torch.broadcast_shapes(logits.shape[:-1], temperature.shape)
+        super().__init__(shape, logits.shape[-1:], validate_args=validate_args)
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        noisy = self.logits + gumbel_noise(self._extended_shape(sample_shape), self.logits)
         return (noisy / self.temperature.unsqueeze(-1)).log_softmax(-1)
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        classes = x.shape[-1]
-        score = (self.logits - self.temperature.unsqueeze(-1) * x).log_softmax(-1)
-        return (score - x).sum(-1) + math.lgamma(classes) + (classes - 1) * self.temperature.log()
+    def log_prob(self, value: Tensor) -> Tensor:
+        classes = value.shape[-1]
+        score = (self.logits - self.temperature.unsqueeze(-1) * value).log_softmax(-1)
+        return (
+            (score - value).sum(-1) + math.lgamma(classes) + (classes - 1) * self.temperature.log()
+        )
 
 
 class StableKumaraswamy(dist.Kumaraswamy):

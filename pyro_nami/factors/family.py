@@ -14,7 +14,8 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.bijections import detached_support, has_tensor_bounds, support_of
 from pyro_nami.factors.distribution import SiteDistribution
-from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.elements import Elements, LatestDraw, draw_elements
+from pyro_nami.factors.gumbel_softmax import gumbel_softmax
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.layout import Layout, UnconstrainedLayout
 
@@ -35,19 +36,21 @@ class Family(ABC):
         prior, value: the model's distribution and value at the site in the prototype run, ``(*batch, *event)``.
 
     Attributes:
+        coupling: how elements that depend on each other are drawn: in ``"sequence"``, each given those before it;
+            at once, their noise coupled by a ``"linear"`` map (see `coupled_distribution`); or they never depend on
+            each other (``"none"``). Subclasses do not inherit it.
         varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
         alike: attributes by which families of one type differ, if these alone, and the parameters, say what `elements`
             they make: those of several sites can then be taken together. Subclasses do not inherit it.
         layout: of the value as elements, of type ``layout_type``.
 
     Example:
-        >>> from pyro_nami.factors.elements import OwnElements
         >>> class Laplace(Family):
         ...     num_params = 2
         ...     def initial(self, value, scale, anchor=None):
         ...         return torch.stack((self.layout.elements(value), torch.full((1,), scale).log()), -1)
         ...     def elements(self, params, anchor=None):
-        ...         return OwnElements(torch.distributions.Laplace(params[..., 0], params[..., 1].exp()))
+        ...         return torch.distributions.Laplace(params[..., 0], params[..., 1].exp())
         >>> family = Laplace("z", torch.distributions.Normal(0.0, 1.0), torch.tensor(3.0))
         >>> family.distribution(family.initial(torch.tensor(3.0), 1.0)).log_prob(torch.tensor(3.0)).exp()
         tensor(0.5000)
@@ -55,31 +58,30 @@ class Family(ABC):
 
     num_params: int  # k, raw parameters of an element; any real numbers
     locations: Sequence[int] = ()  # which of these are locations, in units of the anchor
-    num_features: int = 1  # f, what the network reads of an element
     has_rsample: bool = True  # whether draws are reparameterized
-    # or "independent": how the elements of a value depend on each other
-    within: str = "autoregressive"
+    coupling: str = "sequence"
     # whether `elements` takes (precision, precision-weighted mean) behind the parameters
     takes_evidence: bool = False
     # transforms and bins of what couples several elements; see `networks.stack`
     stack: tuple[int, int] | None = None
     varies: bool = False
     alike: Sequence[str] | None = None
-    default_anchor: Tensor | None = None  # what stands for an anchor that is not given
     layout_type: Callable[..., Layout] = UnconstrainedLayout
 
     def __init_subclass__(cls) -> None:
         if "alike" not in cls.__dict__:
             cls.alike = None
+        if "coupling" not in cls.__dict__:
+            cls.coupling = "sequence"
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
-        self.name, self.event_shape = name, torch.Size(prior.event_shape)
+        self.name = name
         support = support_of(prior)
         moving = has_tensor_bounds(support)
         self.varies = self.varies or moving
         batch_shape = torch.Size(prior.batch_shape) if moving else torch.Size()
         self.layout = self.layout_type(
-            detached_support(support), self.event_shape, value, batch_shape=batch_shape
+            detached_support(support), prior.event_shape, batch_shape=batch_shape
         )
 
     @property
@@ -88,9 +90,9 @@ class Family(ABC):
         return self.layout.num_elements
 
     @property
-    def autoregressive(self) -> bool:
-        """Whether elements are drawn in sequence: by `autoregressive_distribution` rather than `distribution`."""
-        return self.num_elements > 1 and self.within == "autoregressive"
+    def num_features(self) -> int:
+        """f, how many numbers the network reads of an element."""
+        return self.layout.num_features
 
     def at(self, prior: Distribution) -> Family:
         """Returns this family with the support and counts of the current prior, in place of the prototype's."""
@@ -125,8 +127,8 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        """Returns the densities of single elements, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Distribution:
+        """Returns a distribution of batch shape ``(*batch, E)``, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
 
     def distribution(self, params: Tensor, anchor: Tensor | None = None) -> SiteDistribution:
         """Returns the site's distribution with independent elements, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
@@ -154,7 +156,8 @@ class Family(ABC):
         raise NotImplementedError
 
     def _or_default(self, anchor: Tensor | None) -> Tensor | None:
-        return self.default_anchor if anchor is None else anchor
+        """Returns the anchor, or what stands for one that is not given."""
+        return anchor
 
 
 class SequentialElements(Elements):
@@ -192,39 +195,46 @@ class SequentialElements(Elements):
         self._family = family
         self._conditionals = conditionals
         self._anchor = anchor
-        self.shape, self.has_rsample = batch_shape + (family.num_elements,), family.has_rsample
+        self.has_rsample = family.has_rsample
         self._dims = dims
         self._sizes = sizes
-        self._latest = NO_DRAW
+        self._latest = LatestDraw()
         # at which every element is drawn, and read by those after it
         self._temperature: float | None = None
+        super().__init__(batch_shape + (family.num_elements,), validate_args=False)
 
     def relaxed(self, temperature: float) -> SequentialElements:
+        """Returns the same with relaxed draws of each element; see `gumbel_softmax`."""
         new = copy.copy(self)
         new._temperature = temperature
         new.has_rsample = True
-        new._latest = NO_DRAW
+        new._latest = LatestDraw()
         return new
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        (params,) = self._latest.recall(x) or (None,)
+    def log_prob(self, value: Tensor) -> Tensor:
+        (params,) = self._latest.recall(value) or (None,)
         if params is None:
-            features = to_sequence(self._family.element_features(x), self._dims, 1)
+            features = to_sequence(self._family.element_features(value), self._dims, 1)
             params = to_instances(self._conditionals.all(features), self._dims, self._sizes, 1)
-        return self._elements(params, self._anchor).log_prob(x)
+        return self._elements(params, self._anchor).log_prob(value)
 
-    def draw(self, shape: torch.Size) -> Tensor:
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        shape = self._extended_shape(sample_shape)
         anchor, (*batch, count) = self._anchor, shape
         if anchor is not None and self._dims:
-            anchor = to_sequence(anchor.expand(self.shape + anchor.shape[-1:]), self._dims, 1)
+            anchor = anchor.expand(self.batch_shape + anchor.shape[-1:])
+            anchor = to_sequence(anchor, self._dims, 1)
         for dim in self._dims:
             batch[dim] = 1
         elements, params = self._draw_sequence(
             torch.Size(batch), count * math.prod(self._sizes), anchor
         )
         x = to_instances(elements, self._dims, self._sizes, elements.dim() - len(shape))
-        self._latest = LatestDraw.of(x, to_instances(params, self._dims, self._sizes, 1))
+        self._latest.keep(x, to_instances(params, self._dims, self._sizes, 1))
         return x
+
+    # Of discrete elements too parameters keep their gradients, for the score.
+    sample = rsample
 
     def _draw_sequence(
         self, shape: torch.Size, count: int, anchor: Tensor | None
@@ -234,7 +244,7 @@ class SequentialElements(Elements):
         all_params, elements = [params], []
         for index in range(count):
             here = None if anchor is None else anchor[..., index : index + 1, :]
-            element = self._elements(params.unsqueeze(-2), here).draw(shape + (1,))
+            element = draw_elements(self._elements(params.unsqueeze(-2), here), shape + (1,))
             elements.append(element)
             if index + 1 < count:
                 params, advance = advance(self._family.element_features(element).squeeze(-2))
@@ -243,6 +253,11 @@ class SequentialElements(Elements):
             torch.broadcast_tensors(*all_params), -2
         )
 
-    def _elements(self, params: Tensor, anchor: Tensor | None) -> Elements:
+    def _elements(self, params: Tensor, anchor: Tensor | None) -> Distribution:
         elements = self._family.elements(params, anchor)
-        return elements if self._temperature is None else elements.relaxed(self._temperature)
+        if self._temperature is None:
+            return elements
+        return gumbel_softmax(elements, self._temperature)
+
+
+gumbel_softmax.register(SequentialElements, SequentialElements.relaxed)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import Distribution, constraints
 
-from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.bijections import support_on
+from pyro_nami.factors.elements import LatestDraw, draw_elements
 from pyro_nami.factors.path_scored import PathScored
 
 __all__ = ["JointNormal", "joint_normal"]
@@ -42,42 +43,33 @@ class JointNormal(PathScored):
         lower: Tensor,
         shape: torch.Size,
         event_dim: int,
-        elements: Elements | None = None,
+        elements: Distribution | None = None,
     ) -> None:
         self.loc = loc
         self.lower = lower
         self._held = shape
         self._elements = elements
-        self._latest = NO_DRAW
-        lead = loc.shape[:-1]  # `torch.broadcast_shapes` takes as long as a draw
-        others = [lower.shape[:-2], *([] if elements is None else [elements.shape[:-1]])]
-        lead = (
-            lead
-            if all(lead == other for other in others)
-            else torch.broadcast_shapes(lead, *others)
-        )
+        self._latest = LatestDraw()
+        leads = {loc.shape[:-1], lower.shape[:-2]}
+        if elements is not None:
+            leads.add(elements.batch_shape[:-1])
+        # `torch.broadcast_shapes` takes as long as a draw
+        lead = leads.pop() if len(leads) == 1 else torch.broadcast_shapes(*leads)
         full, cut = lead + shape, len(lead + shape) - event_dim
         super().__init__(full[:cut], full[cut:], validate_args=False)
 
     @constraints.dependent_property
     def support(self) -> Any:
-        real = constraints.real
-        return constraints.independent(real, self.event_dim) if self.event_dim else real
+        return support_on(constraints.real, self.event_dim)
 
     @property
     def mean(self) -> Tensor:
-        return self.loc.reshape(self.loc.shape[:-1] + self._held).expand(
-            self.batch_shape + self.event_shape
-        )
+        return self._shown(self.loc).expand(self.shape())
 
     @property
     def variance(self) -> Tensor:
-        eye = torch.eye(self.lower.shape[-1], dtype=self.lower.dtype, device=self.lower.device)
-        root = torch.linalg.solve_triangular(self.lower, eye, upper=False)
-        variance = root.square().sum(-1).expand(self.loc.shape)
-        return variance.reshape(self.loc.shape[:-1] + self._held).expand(
-            self.batch_shape + self.event_shape
-        )
+        variance = self.lower.inverse().square().sum(-1)
+        return self._shown(variance).expand(self.shape())
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> JointNormal:
         shape = torch.Size(batch_shape)
@@ -87,7 +79,7 @@ class JointNormal(PathScored):
         wide.fixed = self.fixed
         return wide
 
-    def with_elements(self, elements: Elements) -> JointNormal:
+    def with_elements(self, elements: Distribution) -> JointNormal:
         """Returns the distribution with other elements of e."""
         return self._made(self.loc, elements)
 
@@ -108,9 +100,9 @@ class JointNormal(PathScored):
         if self._elements is None:
             noise = torch.randn(size, dtype=self.loc.dtype, device=self.loc.device)
         else:
-            noise = self._elements.draw(size)
+            noise = draw_elements(self._elements, size)
         value = self.at(noise).reshape(shape)
-        self._latest = LatestDraw.of(value)
+        self._latest.keep(value)
         return value
 
     def drawn(self, x: Tensor) -> Tensor | None:
@@ -126,14 +118,22 @@ class JointNormal(PathScored):
         ).squeeze(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        noise = self._noise(self._vector(value))
+        x = self._vector(value)
+        noise = self._noise(x)
+        log_prob = self._shown(self._log_probs(x, noise).expand(noise.shape))
+        return log_prob.flatten(-self.event_dim).sum(-1) if self.event_dim else log_prob
+
+    def _log_probs(self, x: Tensor, noise: Tensor) -> Tensor:
+        """Returns the log density of each element given those before it, ``(*lead, E)``."""
         if self._elements is None:
             log_prob = -noise.square() / 2 - math.log(2 * math.pi) / 2
         else:
             log_prob = self._elements.log_prob(noise)
-        log_prob = log_prob + self.lower.diagonal(dim1=-2, dim2=-1).log()
-        log_prob = log_prob.expand(noise.shape).reshape(noise.shape[:-1] + self._held)
-        return log_prob.sum(tuple(range(-self.event_dim, 0))) if self.event_dim else log_prob
+        return log_prob + self.lower.diagonal(dim1=-2, dim2=-1).log()
+
+    def _shown(self, vector: Tensor) -> Tensor:
+        """Returns a vector ``(*lead, E)`` in the shape in which the site holds it."""
+        return vector.reshape(vector.shape[:-1] + self._held)
 
     def _vector(self, value: Tensor) -> Tensor:
         """Returns a value's elements, ``(*lead, E)``."""
@@ -145,7 +145,7 @@ class JointNormal(PathScored):
         """Returns e, ``(*lead, E)``, of a vector."""
         return (self.lower @ (x - self.loc).unsqueeze(-1)).squeeze(-1)
 
-    def _made(self, loc: Tensor, elements: Elements | None) -> JointNormal:
+    def _made(self, loc: Tensor, elements: Distribution | None) -> JointNormal:
         """Returns the distribution with another location, and other elements of e."""
         return JointNormal(loc, self.lower, self._held, self.event_dim, elements)
 

@@ -28,14 +28,13 @@ class Layout:
     Args:
         support: of the value.
         event_shape: of the value.
-        value: any value of the site.
         element_ndims: dims of one element: 0, or 1 for vectors that are one element.
         batch_shape: over which the support's bounds vary, ``()`` for a fixed support.
         num_classes: where the entries are classes.
         dtype: of features of discrete values.
 
     Example:
-        >>> count = Layout(constraints.nonnegative_integer, torch.Size(), torch.tensor(3.0), dtype=torch.float32)
+        >>> count = Layout(constraints.nonnegative_integer, torch.Size(), dtype=torch.float32)
         >>> count.features(torch.tensor([0.0, 3.0]))  # 0 and log(4)
         tensor([[[0.0000]],
                 [[1.3863]]])
@@ -45,7 +44,6 @@ class Layout:
         self,
         support: Constraint,
         event_shape: torch.Size,
-        value: Tensor,
         *,
         element_ndims: int = 0,
         batch_shape: torch.Size = torch.Size(),
@@ -138,25 +136,18 @@ class UnconstrainedLayout(Layout):
 
     Example:
         >>> support = torch.distributions.constraints.simplex
-        >>> layout = UnconstrainedLayout(support, torch.Size([3]), torch.tensor([0.2, 0.3, 0.5]))
+        >>> layout = UnconstrainedLayout(support, torch.Size([3]))
         >>> layout.num_elements, layout.value(torch.zeros(2))
         (2, tensor([0.3333, 0.3333, 0.3333]))
     """
 
     to: Callable[[Constraint], Transform] = staticmethod(bijection_to)
 
-    def __init__(
-        self, support: Constraint, event_shape: torch.Size, value: Tensor, **options: Any
-    ) -> None:
-        super().__init__(support, event_shape, value, **options)
-        batch = torch.broadcast_shapes(
-            value.shape[: value.dim() - len(self.event_shape)], self.batch_shape
-        )
-        value = value.expand(batch + self.event_shape)  # bounds need not have all of these dims
-        free = (
-            value if self.bijection is None else self.bijection.inv(interior(self.support, value))
-        )
-        self.free_shape = free.shape[len(batch) :]
+    def __init__(self, support: Constraint, event_shape: torch.Size, **options: Any) -> None:
+        super().__init__(support, event_shape, **options)
+        self.free_shape = self.event_shape
+        if self.bijection is not None:
+            self.free_shape = torch.Size(self.bijection.inverse_shape(self.event_shape))
         self.num_elements = math.prod(self.free_shape)
 
     def value(self, elements: Tensor) -> Tensor:
@@ -205,7 +196,7 @@ class ObservedLayout(UnconstrainedLayout):
 
     Example:
         >>> y = torch.tensor([2.0, torch.nan])
-        >>> ObservedLayout(constraints.real, torch.Size(), y, dtype=y.dtype, marks_nan=True).features(y)
+        >>> ObservedLayout(constraints.real, torch.Size(), dtype=y.dtype, marks_nan=True).features(y)
         tensor([[[2., 0.]],
                 [[0., 1.]]])
     """
@@ -221,11 +212,9 @@ class ObservedLayout(UnconstrainedLayout):
 
     def element_features(self, elements: Tensor) -> Tensor:
         features = super().element_features(elements)
-        return (
-            torch.cat((features, elements.isnan().to(features).unsqueeze(-1)), -1)
-            if self.marks_nan
-            else features
-        )
+        if not self.marks_nan:
+            return features
+        return torch.cat((features, elements.isnan().to(features).unsqueeze(-1)), -1)
 
 
 def _finite(tensor: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ __all__ = [
     "Link",
     "log",
     "positive",
-    "raw_positive",
     "raw_scale",
     "relative_scale",
     "within",
@@ -45,11 +44,6 @@ def within(
 def positive(raw: Tensor) -> Tensor:
     """Returns ``exp(raw)`` with `raw` clamped to [-40, 40]: the positive number that a raw parameter stands for."""
     return within(raw, -RANGE, RANGE).exp()
-
-
-def raw_positive(value: Tensor) -> Tensor:
-    """Returns the raw parameter at which `positive` is `value`."""
-    return value.log().clamp(-RANGE, RANGE)
 
 
 def relative_scale(raw: Tensor) -> Tensor:

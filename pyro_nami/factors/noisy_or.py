@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -61,32 +62,26 @@ class NoisyOr(TorchDistribution):
         self.weights = weights
         self.leak = leak
         self.z = z
-        self.rates = self._rates()
+        z = z.to(weights.dtype)
+        if is_sparse(weights):
+            self.rates = leak + sparse_linear(z, weights)
+        else:
+            self.rates = leak + torch.einsum("...dk,...k->...d", weights, z)
         super().__init__(self.rates.shape[:-1], self.rates.shape[-1:], validate_args=validate_args)
 
-    def _rates(self) -> Tensor:
-        z = self.z.to(self.weights.dtype)
-        if is_sparse(self.weights):
-            return self.leak + sparse_linear(z, self.weights)
-        return self.leak + torch.einsum("...dk,...k->...d", self.weights, z)
-
-    # Rates carry gradients, so they can be neither copied nor pickled; a copy has those of its own arguments.
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "rates"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.rates = self._rates()
+    def __reduce__(self) -> Any:
+        # Rates carry gradients, so they can be neither copied nor pickled; a copy has those of its own arguments.
+        make = functools.partial(type(self), validate_args=False)
+        return make, (self.weights, self.leak, self.z), {"_validate_args": self._validate_args}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoisyOr:
         # which torch 2.13 cannot copy
         if self.weights.layout == torch.sparse_csr and self.weights.is_leaf:
-            memo.setdefault(
-                id(self.weights),
-                self.weights.detach().clone().requires_grad_(self.weights.requires_grad),
-            )
-        new = memo[id(self)] = type(self).__new__(type(self))
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+            weights = self.weights.detach().clone().requires_grad_(self.weights.requires_grad)
+            memo.setdefault(id(self.weights), weights)
+        make, args, state = self.__reduce__()
+        new = memo[id(self)] = make(*copy.deepcopy(args, memo))
+        vars(new).update(state)
         return new
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> NoisyOr:

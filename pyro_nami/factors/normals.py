@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.special import ndtr
 
-from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.elements import Elements, LatestDraw
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.knots import NeuralSpline
 from pyro_nami.factors.links import RANGE, relative_scale
@@ -106,20 +106,21 @@ class NormalElements(Elements):
     ) -> None:
         location, raw = params.unbind(-1)
         self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
-        self.shape = self.loc.shape
         self._coupling = coupling
-        self._latest = NO_DRAW
+        self._latest = LatestDraw()
+        super().__init__(self.loc.shape, validate_args=False)
 
-    def draw(self, shape: torch.Size) -> Tensor:
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        shape = self._extended_shape(sample_shape)
         noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
         coupled, extra = (noise, None) if self._coupling is None else self._coupling.bend(noise)
         bent, log_slope = self._bend(coupled)
         x = torch.addcmul(self.loc, self.scale, bent)
-        self._latest = LatestDraw.of(x, noise, _sum(log_slope, extra))
+        self._latest.keep(x, noise, _sum(log_slope, extra))
         return x
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        noise, log_slope = self._latest.recall(x) or self._noise(x)
+    def log_prob(self, value: Tensor) -> Tensor:
+        noise, log_slope = self._latest.recall(value) or self._noise(value)
         if log_slope is None:
             return -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
         return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
@@ -247,9 +248,11 @@ class MixtureElements(Elements):
         anchor = None if anchor is None else anchor.unsqueeze(-2)
         self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor)
         self.log_weight = logits.log_softmax(-1)
-        self.shape = torch.broadcast_shapes(self.loc.shape, logits.shape)[:-1]
+        shape = torch.broadcast_shapes(self.loc.shape, logits.shape)[:-1]
+        super().__init__(shape, validate_args=False)
 
-    def draw(self, shape: torch.Size) -> Tensor:
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        shape = self._extended_shape(sample_shape)
         with torch.no_grad():
             weight = self.log_weight.exp().expand(shape + self.log_weight.shape[-1:])
             component = torch.multinomial(weight.reshape(-1, weight.shape[-1]), 1).reshape(
@@ -260,8 +263,8 @@ class MixtureElements(Elements):
             x = loc + scale * torch.randn(shape, dtype=loc.dtype, device=loc.device)
         return x + self._pathwise(x) if torch.is_grad_enabled() else x
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        return self._parts(x)[1].logsumexp(-1) - _HALF_LOG_TWO_PI
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self._parts(value)[1].logsumexp(-1) - _HALF_LOG_TWO_PI
 
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the standard noise of each component, and its weighted log density but for a constant."""

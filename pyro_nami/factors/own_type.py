@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.elements import Elements, OwnElements
 from pyro_nami.factors.family import Family
+from pyro_nami.factors.links import RANGE
 from pyro_nami.factors.types import TYPES, Row, num_classes
 from pyro_nami.factors.wrappers import innermost, through_wrappers
 
 __all__ = ["OwnTypeFamily"]
-
-# of the prior's raw parameters: probabilities of 0 and 1 keep finite gradients, and are as good as certain
-_MAX_RAW = 100.0
 
 
 class OwnTypeFamily(Family):
@@ -29,7 +26,7 @@ class OwnTypeFamily(Family):
     Example:
         >>> prior = torch.distributions.Poisson(torch.tensor(2.0))
         >>> family = OwnTypeFamily("n", prior, torch.tensor(1.0))
-        >>> family.elements(torch.tensor([[3.0]]).log(), family.anchor(prior)).distribution.mean.round()  # 2 * 3
+        >>> family.elements(torch.tensor([[3.0]]).log(), family.anchor(prior)).mean.round()  # 2 * 3
         tensor([6.])
     """
 
@@ -47,23 +44,21 @@ class OwnTypeFamily(Family):
             dtype=raw.dtype,
         )
         super().__init__(name, prior, value)
-        self.num_features = self.layout.num_features
         self.varies = self.varies or self._row.given is not None
         with torch.no_grad():
             raw = self._raw(prior)
             self._start = raw.reshape((-1,) + raw.shape[-2:]).mean(0)
             given = self._given(prior)
+        self._default_given = given
         if given is not None:
             rows = given.reshape((-1,) + given.shape[-2:])
-            equal = len(rows) and (rows == rows[0]).all()
-            # if equal, plates may change size
-            self.default_anchor = self._with_zeros(rows[0] if equal else given)
+            if len(rows) and (rows == rows[0]).all():
+                self._default_given = rows[0]  # so that plates may change size
 
     def at(self, prior: Distribution) -> Family:
-        moved = super().at(prior)
-        given = self._given(prior)
-        if given is not None:
-            moved.default_anchor = self._with_zeros(given)
+        moved: Any = super().at(prior)
+        if moved is not self:
+            moved._default_given = self._given(prior)
         return moved
 
     def anchor(self, prior: Distribution) -> Tensor:
@@ -74,7 +69,7 @@ class OwnTypeFamily(Family):
         start = self._start.to(device=value.device)
         return start if anchor is None else torch.zeros_like(start)
 
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Distribution:
         anchor = self._or_default(anchor)
         row, given = self._row, None
         if anchor is not None:
@@ -86,13 +81,12 @@ class OwnTypeFamily(Family):
             assert given is not None
             parameters[row.given] = given.squeeze(-1)
         make: Any = row.make or self._kind
-        if isinstance(make, type) and issubclass(make, Elements):
-            return make(**parameters)
-        return OwnElements(make(**parameters, validate_args=False))
+        return make(**parameters, validate_args=False)
 
     def _raw(self, prior: Distribution) -> Tensor:
         """Returns the prior's raw parameters ``(*batch, E, k)``."""
-        raw = through_wrappers(prior, self._raw_of).clamp(-_MAX_RAW, _MAX_RAW)
+        # a prior that excludes a value keeps finite gradients
+        raw = through_wrappers(prior, self._raw_of).clamp(-RANGE, RANGE)
         return raw.reshape(torch.Size(prior.batch_shape) + (self.num_elements, self.num_params))
 
     def _raw_of(self, leaf: Any) -> Tensor:
@@ -112,8 +106,10 @@ class OwnTypeFamily(Family):
             self._start.dtype
         )
 
-    def _with_zeros(self, given: Tensor) -> Tensor:
-        """Returns the anchor ``(*batch, E, k + 1)`` that adds nothing."""
+    def _or_default(self, anchor: Tensor | None) -> Tensor | None:
+        given = self._default_given
+        if anchor is not None or given is None:
+            return anchor
         return torch.cat([given.new_zeros(given.shape[:-1] + (self.num_params,)), given], -1)
 
     @property

@@ -16,7 +16,7 @@ from pyro_nami.factors.family import Family
 from pyro_nami.factors.layout import Layout, ObservedLayout
 from pyro_nami.factors.own_type import OwnTypeFamily
 from pyro_nami.factors.types import num_classes, type_of
-from pyro_nami.factors.unconstrained import BUILT_IN, NormalFamily, RelaxedFamily, SinhArcsinhFamily
+from pyro_nami.factors.unconstrained import BUILT_IN, NormalFamily, SinhArcsinhFamily
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.messages import warn
 
@@ -26,16 +26,14 @@ FamilyFactory = Callable[[str, Distribution, Tensor], Family]
 FamilySpec = str | FamilyFactory | None
 
 
-def make_family(
-    spec: FamilySpec, name: str, prior: Distribution, value: Tensor, within: str = "autoregressive"
-) -> Family:
+def make_family(spec: FamilySpec, name: str, prior: Distribution, value: Tensor) -> Family:
     """Returns the family of one latent site.
 
     Args:
         spec: None for the default (the model's own type for discrete and relaxed sites; for continuous ones Normal, but
             sinh-arcsinh for a single bounded number outside of plates); a name (``"normal"``, ``"sinh_arcsinh"``,
             ``"mixture"``, ``"flow"``, ``"match"``, or registered), or a `Family` subclass or callable as for that.
-        name, prior, value, within: as for `Family`.
+        name, prior, value: as for `Family`.
 
     Raises:
         NotImplementedError: the site's support or type is not covered.
@@ -53,23 +51,14 @@ def make_family(
             "its property `support` if values have bounds."
         )
     factory = _default if spec is None else _look_up(spec, name)
-    kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
-    continuous = isinstance(kind, type) and issubclass(kind, (NormalFamily, RelaxedFamily))
-    if continuous and support_of(prior).is_discrete:
-        raise ValueError(
-            f'Expected a family for discrete values at site "{name}" ({type(innermost(prior)).__name__}); '
-            f"got {spec!r}. Leave the site out of families= to keep the model's own type, or add a family with "
-            "register_family."
-        )
     try:
         family = factory(name, prior, value)
     except NotImplementedError as error:
-        raise _unsupported(name, prior) from error
+        raise _unsupported(spec, name, prior) from error
     if not isinstance(family, Family):
         raise TypeError(
             f'Expected the family of site "{name}" to be a Family; got {type(family).__name__}'
         )
-    family.within = within
     return family
 
 
@@ -112,13 +101,13 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> Layout:
         )
     dtype = value.dtype if value.is_floating_point() else _parameter_dtype(leaf)
     if support.is_discrete:
-        return Layout(support, event_shape, value, num_classes=num_classes(leaf), dtype=dtype)
+        return Layout(support, event_shape, num_classes=num_classes(leaf), dtype=dtype)
     marks_nan = isinstance(leaf, (NanMaskedNormal, NanMaskedMultivariateNormal))
     try:
         support = constraints.real if has_tensor_bounds(support) else support
-        return ObservedLayout(support, event_shape, value, dtype=dtype, marks_nan=marks_nan)
+        return ObservedLayout(support, event_shape, dtype=dtype, marks_nan=marks_nan)
     except NotImplementedError:
-        return ObservedLayout(constraints.real, event_shape, value, dtype=dtype, marks_nan=False)
+        return ObservedLayout(constraints.real, event_shape, dtype=dtype, marks_nan=False)
 
 
 def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:
@@ -150,14 +139,20 @@ def _default(name: str, prior: Distribution, value: Tensor, *, match: bool = Fal
     return (SinhArcsinhFamily if skewed else NormalFamily)(name, prior, value)
 
 
-def _unsupported(name: str, prior: Distribution) -> Exception:
+def _unsupported(spec: FamilySpec, name: str, prior: Distribution) -> Exception:
     """Returns the error for a site, of the kind that Pyro's own guides raise."""
+    kind = type(innermost(prior)).__name__
+    if spec is not None and support_of(prior).is_discrete:
+        return ValueError(
+            f'Expected a family for discrete values at site "{name}" ({kind}); got {spec!r}. Leave the site out of '
+            "families= to keep the model's own type, or add a family with register_family."
+        )
     sphere = prior.support is constraints.sphere
     hint = f" Use poutine.reparam(model, {{'{name}': ProjectedNormalReparam()}})." if sphere else ""
     return (ValueError if sphere else NotImplementedError)(
-        f'Expected at site "{name}" a type or support that a family covers; got {type(innermost(prior)).__name__} '
-        f"on {prior.support!r}. Give the site a family in families=, or add one with "
-        f"pyro_nami.register_family(family_name, factory).{hint}"
+        f'Expected at site "{name}" a type or support that a family covers; got {kind} on {prior.support!r}. Give the '
+        "site a family in families=, or add one with pyro_nami.register_family(family_name, factory)."
+        + hint
     )
 
 

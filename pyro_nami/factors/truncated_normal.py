@@ -15,12 +15,12 @@ from torch.special import erfcx, ndtr, ndtri
 
 from pyro_nami.factors.links import within
 
-__all__ = ["TruncatedNormal"]
+__all__ = ["NEGLIGIBLE", "TruncatedNormal"]
 
-# deviations below the mode, and above the location, from where nothing is lost
-_FARTHEST, _UPMOST = 1e10, 8.0
-_NO_BOUND = 1e100  # in place of infinity, which has no gradient
-_STEPS = 8
+# deviations from the mean: a Normal variable is that far off with probability 6e-16, which doubles cannot tell from 0
+NEGLIGIBLE = 8.0
+NEWTON_STEPS = 6  # of a draw, to double precision; after three some are 1e-3 deviations off
+_NO_BOUND = torch.finfo(torch.float32).max  # in place of infinity, which has no gradient
 
 
 class TruncatedNormal(TorchDistribution):
@@ -66,7 +66,7 @@ class TruncatedNormal(TorchDistribution):
         return type(self)(loc, scale, low, high, validate_args=False)
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        at, left = self._mode()
+        at = self._mode()
         u = torch.rand(
             torch.Size(sample_shape) + self.batch_shape,
             dtype=at.scale.dtype,
@@ -74,14 +74,14 @@ class TruncatedNormal(TorchDistribution):
         )
         # so that draws are continuous in the parameters
         u = torch.where(at.sign > 0, u, 1 - u).clamp(min=2.0**-54)
-        log_mass = (torch.lerp(left, torch.ones_like(left), u) * at.mass).log()
+        log_mass = (torch.lerp(at.left, torch.ones_like(at.left), u) * at.mass).log()
         with torch.no_grad():
             mills = _mills(at.place)
             log_p = log_mass - mills.log()
             t = (-log_p * mills).clamp(min=0)
-            for _ in range(_STEPS):  # of Newton's, as the log of a distribution function is concave
+            for _ in range(NEWTON_STEPS):  # as the log of a distribution function is concave
                 t = _stepped(t, at.place, log_mass)
-            t = torch.where(log_p > 0, -ndtri(log_p.exp() / 2).clamp(max=_UPMOST), t)
+            t = torch.where(log_p > 0, -ndtri(log_p.exp() / 2).clamp(max=NEGLIGIBLE), t)
         value = (at.edge - at.sign * at.scale * _stepped(t, at.place, log_mass)).to(self.loc)
         with torch.no_grad():  # as a Uniform has no density at its upper bound
             low, high = self.low.nextafter(self.high), self.high.nextafter(self.low)
@@ -90,15 +90,22 @@ class TruncatedNormal(TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        at, left = self._mode()
+        at = self._mode()
         t = at.sign * (at.edge - value.double()) / at.scale
-        log_prob = t * (at.place - t / 2) - (at.mass * at.scale).log() - (-left).log1p()
+        log_prob = t * (at.place - t / 2) - (at.mass * at.scale).log() - (-at.left).log1p()
         return torch.where(
             (self.low <= value) & (value <= self.high), log_prob.to(self.loc), -torch.inf
         )
 
-    def _mode(self) -> tuple[_Mode, Tensor]:
-        """Returns where the density is greatest, and the share of the mass up to there that is out of bounds."""
+    @property
+    def log_mass(self) -> Tensor:
+        """The log of the Normal's mass within the bounds, ``(*batch)``, in double precision."""
+        at = self._mode()
+        log_density = -(at.place.square() + math.log(2 * math.pi)) / 2
+        return log_density + at.mass.log() + (-at.left).log1p()
+
+    def _mode(self) -> _Mode:
+        """Returns where the density is greatest, and what mass there is up to there."""
         loc, scale, low, high = (
             each.double() for each in (self.loc, self.scale, self.low, self.high)
         )
@@ -108,13 +115,12 @@ class TruncatedNormal(TorchDistribution):
         near, far = torch.where(flipped, low, high), torch.where(flipped, high, low)
         place = sign * (near - loc) / scale
         inside = place > 0
-        mass = math.sqrt(2 * math.pi) * ndtr(place.clamp(0, _UPMOST))
+        mass = math.sqrt(2 * math.pi) * ndtr(place.clamp(0, NEGLIGIBLE))
         edge, place = torch.where(inside, loc, near), torch.where(inside, 0.0, place)
         mass = torch.where(inside, mass, _mills(place))
-        t = (sign * (edge - far) / scale).clamp(max=_FARTHEST)
-        return _Mode(sign, scale, edge, place, mass), _mills(place - t) / mass * (
-            t * (place - t / 2)
-        ).exp()
+        t = sign * (edge - far) / scale
+        left = _mills(place - t) / mass * (t * (place - t / 2)).exp()
+        return _Mode(sign, scale, edge, place, mass, left)
 
 
 class _Mode(NamedTuple):
@@ -127,6 +133,7 @@ class _Mode(NamedTuple):
         edge: the place: that bound, or the location where this is within the bounds.
         place: the same in deviations from the location.
         mass: of the Normal up to the nearer bound, relative to its density there, in deviations.
+        left: share of that mass which is beyond the farther bound.
     """
 
     sign: Tensor
@@ -134,6 +141,7 @@ class _Mode(NamedTuple):
     edge: Tensor
     place: Tensor
     mass: Tensor
+    left: Tensor
 
 
 def _mills(z: Tensor) -> Tensor:

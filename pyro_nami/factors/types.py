@@ -15,6 +15,7 @@ import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Tensor
+from torch.distributions.utils import euler_constant
 
 from pyro_nami.factors.bijections import NearlyIdentity
 from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements, StableKumaraswamy
@@ -24,7 +25,6 @@ from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["TYPES", "Row", "num_classes", "type_of"]
 
-_EULER = 0.5772156649015329
 _LOG_TWO = math.log(2.0)
 _PI = math.pi
 _GUMBEL = _PI / math.sqrt(6.0)  # standard deviation of a Gumbel variable
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     links: Mapping[str, Link] = {}  # name of a parameter -> its link function
     given: str | None = None  # a parameter that is the prior's own
     vector: bool = False  # whether the parameter is a vector
-    make: Callable[..., Any] | None = None  # by parameters, in place of the type
+    make: Callable[..., td.Distribution] | None = None  # by parameters, in place of the type
     layout_type: type[Layout] = Layout  # of values of the own type as elements
 
     @property
@@ -109,12 +109,12 @@ def _inverse_gamma_anchor(prior: Any) -> Anchor:
 
 
 def _exponential_anchor(prior: Any) -> Anchor:
-    return -_EULER - log(prior.rate), torch.full_like(prior.rate, _GUMBEL)
+    return -euler_constant - log(prior.rate), torch.full_like(prior.rate, _GUMBEL)
 
 
 def _weibull_anchor(prior: Any) -> Anchor:
     spread = prior.concentration.reciprocal()
-    return log(prior.scale) - _EULER * spread, spread * _GUMBEL
+    return log(prior.scale) - euler_constant * spread, spread * _GUMBEL
 
 
 def _uniform_anchor(prior: Any) -> Anchor:
@@ -181,7 +181,9 @@ TYPES: dict[type, Row] = {
     td.InverseGamma: _INVERSE_GAMMA,
     dist.InverseGamma: _INVERSE_GAMMA,
     td.Exponential: Row(_exponential_anchor, {"rate": RATE}),
-    td.HalfNormal: _scale_only(mean=-0.5 * (_EULER + _LOG_TWO), deviation=_PI / math.sqrt(8.0)),
+    td.HalfNormal: _scale_only(
+        mean=-0.5 * (euler_constant + _LOG_TWO), deviation=_PI / math.sqrt(8.0)
+    ),
     td.HalfCauchy: _scale_only(mean=0.0, deviation=_PI / 2),
     td.Weibull: Row(_weibull_anchor, {"scale": POSITIVE, "concentration": POSITIVE}),
     td.Pareto: Row(

@@ -17,7 +17,7 @@ from torch.distributions import Distribution
 from pyro_nami.factors.anchors import location_and_scale
 from pyro_nami.factors.bijections import is_interval
 from pyro_nami.factors.distribution import SiteDistribution
-from pyro_nami.factors.elements import Elements, LogisticElements
+from pyro_nami.factors.elements import LogisticElements
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.layout import NormalLayout
 from pyro_nami.factors.links import raw_scale, relative_scale
@@ -59,6 +59,7 @@ class NormalFamily(Family):
     num_params = 2
     locations: Sequence[int] = (0,)
     takes_evidence = True
+    coupling = "linear"
     alike = ()
 
     def anchor(self, prior: Distribution) -> Tensor | None:
@@ -77,7 +78,7 @@ class NormalFamily(Family):
         params = torch.stack(torch.broadcast_tensors(location, raw_scale(relative)), -1)
         return F.pad(params, (0, self.num_params - 2))
 
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Distribution:
         return self.bent(*self._split(params), anchor)
 
     def coupled_distribution(
@@ -130,7 +131,7 @@ class MixtureFamily(NormalFamily):
             [torch.zeros_like(locations), locations, raw_scale(within).expand_as(locations)], -1
         )
 
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Distribution:
         return MixtureElements(params, anchor)
 
 
@@ -174,7 +175,11 @@ class CorrectionFamily(SinhArcsinhFamily):
 
     locations = ()
     takes_evidence = False
+    coupling = "none"
     alike = ()
+
+    def anchor(self, prior: Distribution) -> None:
+        return None
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         elements = self.layout.elements(value)
@@ -212,7 +217,7 @@ class RelaxedFamily(Family):
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         return self.layout.features(value) * self.temperature
 
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Distribution:
         return LogisticElements(params.squeeze(-1), params.new_tensor(self.temperature))
 
     def element_features(self, elements: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
@@ -20,6 +20,7 @@ __all__ = [
     "without",
 ]
 
+_MaybeTensor = TypeVar("_MaybeTensor", Tensor, Tensor | None)
 _WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
 
@@ -53,17 +54,18 @@ def named_layers(distribution: Any, path: str = "") -> Iterator[tuple[str, Any]]
 
 
 def through_wrappers(
-    distribution: Distribution, function: Callable[[Distribution], Tensor]
-) -> Tensor:
+    distribution: Distribution, function: Callable[[Distribution], _MaybeTensor]
+) -> _MaybeTensor:
     """Applies `function` to the innermost distribution, and returns its tensor at the batch shape of the outermost.
 
     It maps batch shape ``(*inner)`` to a tensor ``(*inner, *rest)``; the result is ``(*batch, *reinterpreted, *rest)``.
+    None stays None.
     """
     if not isinstance(distribution, _WRAPPERS):
         return function(distribution)
     base = base_of(distribution)
     tensor = through_wrappers(base, function)
-    if isinstance(distribution, ExpandedDistribution):
+    if tensor is not None and isinstance(distribution, ExpandedDistribution):
         return tensor.expand(
             torch.Size(distribution.batch_shape) + tensor.shape[len(base.batch_shape) :]
         )

@@ -11,15 +11,16 @@ from torch import Tensor
 
 __all__ = ["DrawsAhead"]
 
-_FIRST = 2  # calls in a row that `Predictive` makes before those that it is asked for, for shapes
+# calls in a row that `Predictive` makes before those that it is asked for, for shapes
+CALLS_FOR_SHAPES = 2
 # draws in one pass; 128 take about twice the time of 64 in models of 1,000 rows
-_LEAST, _MOST = 4, 64
+MOST_DRAWS = 64
 
 Make = Callable[[int, int], Mapping[str, Tensor]]  # number of draws, seed -> draws of every latent
 
 
 class _Stock:
-    """Draws that are handed out once each; passes make 4, 8, 16, ... of them."""
+    """Draws that are handed out once each; passes make 1, 2, 4, ... of them."""
 
     def __init__(self) -> None:
         self._draws: Mapping[str, Tensor] = {}
@@ -28,7 +29,7 @@ class _Stock:
     def next(self, make: Make, seed: Callable[[], int]) -> dict[str, Tensor]:
         """Returns the next draw of every latent; where none is left ``make`` makes more."""
         if self._place == self._count:
-            self._count, self._place = min(2 * self._count or _LEAST, _MOST), 0
+            self._count, self._place = min(2 * self._count or 1, MOST_DRAWS), 0
             self._draws = make(self._count, seed())
         self._place += 1
         return {name: value[self._place - 1] for name, value in self._draws.items()}
@@ -75,7 +76,7 @@ class DrawsAhead:
         if self._left is None or not torch.equal(torch.get_rng_state(), self._left):
             self._calls, self._row = 0, _Stock()
         self._calls += 1
-        is_spare = self._calls <= _FIRST
+        is_spare = self._calls <= CALLS_FOR_SHAPES
         seed = int(torch.randint(2**31, ()))  # in every call, so that no two leave the same state
         found = (
             self._spare.next(make, self._seeds.__next__)

@@ -17,7 +17,8 @@ from torch import Tensor
 __all__ = ["Arguments", "Look", "Looks", "is_array"]
 
 Kind = tuple[Hashable, Hashable]
-_MANY_LOOKS, _MOST_LOOKS = 8, 64  # at calls whose arguments differ in numbers only
+# looks kept at calls whose arguments differ in numbers only; where all are equal, other numbers do not matter either
+LOOKS = 8
 
 
 class Arguments:
@@ -84,7 +85,7 @@ class Looks:
         Its sites may be others, and what it observes too. Where many numbers did not matter, others will not either.
         """
         table = self._table.get(kind[0], {})
-        if kind[1] in table or len(table) < _MANY_LOOKS:
+        if kind[1] in table or len(table) < LOOKS:
             return table.get(kind[1])
         first, *others = table.values()
         return None if first.varying or any(other != first for other in others) else first
@@ -93,7 +94,7 @@ class Looks:
         """Takes note of what a run has shown."""
         table = self._table.setdefault(kind[0], {})
         table[kind[1]] = look
-        if len(table) > _MOST_LOOKS:
+        if len(table) > LOOKS:
             del table[next(iter(table))]
 
 

@@ -52,7 +52,7 @@ def bound_factors(
             }
             sources = plan_sources(batch, {node: Read() for node in nodes}, frames, plates)
             found[child] = Factor(
-                ("bound", child), batch, (), fn.event_shape.numel(), 1, 1, False, sources
+                ("bound", child), batch, (), fn.event_shape.numel(), 1, 1, sources
             )
     return found
 

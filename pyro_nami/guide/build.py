@@ -18,10 +18,10 @@ from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.derivation import derive
 from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.first_latents import cut_by_bounds, flaw_of_tables
-from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.one_pass import Outside, Pass
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.order import SamplingOrder, find_order
-from pyro_nami.guide.plan import Plan
+from pyro_nami.guide.order import find_order
+from pyro_nami.guide.plan import Plan, SamplingOrder
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
 from pyro_nami.messages import warn
@@ -39,9 +39,12 @@ from pyro_nami.program.runner import own_dims
 
 __all__ = ["assemble"]
 
-_POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
-_WIDEST = 2.0  # of a factor's first scale, in units of its prior's
-_PLENTY = 5  # instances from which an observed site is standardized by its own data
+# features that a set is encoded as, and units of the encoder's hidden layer; ten times as many cost more than they give
+POOLED_FEATURES = 16
+# bound on a factor's first scale, in units of its prior's; a wider one makes the first losses of SVI large
+WIDEST_START = 2.0
+# instances from which an observed site is standardized by its own data; fewer have no spread to speak of
+ENOUGH_ROWS = 5
 
 
 def assemble(
@@ -56,11 +59,11 @@ def assemble(
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         first = first_call(Program(model, args, kwargs), options, subsampled, layers)
         plan, network = _found(first)
-        if plan.lost and (mapped := first.mapped()):
+        if plan.sampling.lost and (mapped := first.mapped()):
             further = _found(mapped)
             if further[0].num_underived < plan.num_underived:  # else steps are faster without
                 plan, network = further
-        for name, reason in plan.doubts.items():
+        for name, reason in plan.sampling.doubts.items():
             warn(
                 f"The prior of '{name}' is improper, and there may be no posterior: {reason}. That is so where there "
                 "are too few data, or where a covariate tells outcomes apart without an error. It is learned as if "
@@ -86,14 +89,14 @@ def _tried(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
-    call = Call(*first.program, values=values, held=held)
+    call = Call(first.program, values=values, held=held)
     state = NetworkState(network, call.maps)
     current = Pass(
         plan.rules,
         plan.families,
         state,
         functools.partial(derive, plan, call),
-        None,
+        Outside(),
         validate=False,
     )
     return plan, network, current, call
@@ -123,8 +126,8 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         return make_encoder(
             options.pooling,
             size,
-            _POOLED_FEATURES,
-            _POOLING_UNITS,
+            POOLED_FEATURES,
+            (POOLED_FEATURES,),
             activation=activation,
             **plan.factory,
         )
@@ -149,13 +152,12 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
     )
     if not network.simulated:
         for name, rule in plan.learned.items():
-            factor = network.factors[name]
-            network.group_of[name].set_units(factor, options.init_scale, _anchor_scale(first, rule))
+            network.places[name].set_units(options.init_scale, _anchor_scale(first, rule))
         inside = first.plates.minibatched
         network.set_offsets(_offset_plates(first, network))
-        network.vary(
-            [group for group in network.groups if not inside.isdisjoint(group.factors[0].batch)]
-        )
+        for group in network.groups:
+            if not inside.isdisjoint(group.factors[0].batch):
+                group.vary()
     initial: dict[Hashable, Tensor] = {
         name: _initial(first, rule, network) for name, rule in plan.learned.items()
     }
@@ -181,12 +183,12 @@ def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor
     """Returns raw parameters ``(elements, raw)`` at the initial value, averaged over batch plates."""
     value = first.nodes[rule.name]["value"]
     scale = first.options.init_scale
-    factor = network.factors[rule.name]
+    factor = network.places[rule.name].factor
     anchor = _anchor(first, rule)
     if rule.expert and anchor is not None:
         raw = initial_expert(rule.family, value, scale, anchor)
     elif anchor is not None and factor.locations:
-        raw = rule.family.initial(value, (_WIDEST * anchor[..., 1]).clamp(max=scale), anchor)
+        raw = rule.family.initial(value, (WIDEST_START * anchor[..., 1]).clamp(max=scale), anchor)
     else:
         raw = rule.family.initial(value, scale, anchor)
     raw = _averaged(first, raw, factor)
@@ -213,7 +215,7 @@ def _anchor_scale(first: FirstCall, rule: Learned) -> Tensor:
     return (
         _averaged(first, anchor.log(), rule.factor)[:, 1]
         .exp()
-        .clamp(min=first.options.init_scale / _WIDEST)
+        .clamp(min=first.options.init_scale / WIDEST_START)
     )
 
 
@@ -222,7 +224,8 @@ def _offset_plates(
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """Returns factor -> its plates, with dims and full sizes, of those that get offsets: whose instances stay."""
     found = {}
-    for name, factor in network.factors.items():
+    for name, place in network.places.items():
+        factor = place.factor
         if not first.plates.minibatched.isdisjoint(factor.batch):
             continue
         # of a bound's parameters, that of the child
@@ -286,7 +289,7 @@ def _site_standard(first: FirstCall, plan: Plan, name: str) -> tuple[Tensor, Ten
         seen = here[mask.expand(site["fn"].batch_shape).reshape(-1)]
         here = seen if len(seen) else torch.zeros_like(here)
     drawn = [rows(draw[name]) for draw in first.draws if name in draw]
-    plenty = site["is_observed"] and len(here) >= _PLENTY
+    plenty = site["is_observed"] and len(here) >= ENOUGH_ROWS
     return _standardization(here if plenty or not drawn else torch.cat(drawn), here, plan.factory)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inputs import IndexMaps
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
 __all__ = ["Call", "Derived"]
@@ -36,9 +37,7 @@ class Derived(NamedTuple):
 class Call:
     """One call's data. Where another call is answered with the posterior of these, ``target`` is that one."""
 
-    model: Callable
-    args: tuple
-    kwargs: Mapping[str, Any]
+    program: Program
     indices: Mapping[str, Tensor] = field(default_factory=dict)  # subsampled plate -> its instances
     # observed site -> value that the factors read
     values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -57,12 +56,6 @@ class Call:
     derived: Derived = field(default_factory=lambda: Derived(None, {}, {}))
     target: TrainedAnswer | None = None
 
-    def argument(self, slot: int | str) -> Any:
-        """Returns the model's argument at a position or of a name; None if this call has none."""
-        if isinstance(slot, str):
-            return self.kwargs.get(slot)
-        return self.args[slot] if slot < len(self.args) else None
-
     @functools.cached_property
     def frames(self) -> dict[str, Any]:
         """Plate -> its frame, of the plates that `sites` are in."""
@@ -71,4 +64,4 @@ class Call:
 
     def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Returns the sites of a hidden run of the model on this call's arguments and instances; see `Runner`."""
-        return Runner(values, self.indices, **options).run(self.model, self.args, self.kwargs)
+        return self.program.run(Runner(values, self.indices, **options))

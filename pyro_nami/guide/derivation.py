@@ -29,12 +29,14 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.warm_starts import DataSets, Starts
 from pyro_nami.program.flat_priors import improper_posterior
 from pyro_nami.program.isolation import outside_of_traces, untouched
+from pyro_nami.program.many_draws import MANY_DRAWS
 
 __all__ = ["derive", "valid_at"]
 
-_MANY = 16  # draws, for which it pays to look first at what one of them shows
-# passes in training before constants are kept; blocks, and shapes of batches, with some
-_PASSES, _MOST_KEPT = 2, 16
+# passes before constants of exact conditionals are kept, as many guides are called once or twice
+PASSES_BEFORE_CONSTANTS = 2
+# constants kept, one for each group and shape of a batch; they are as large as a block's matrices
+MOST_CONSTANTS = 16
 
 
 def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
@@ -55,7 +57,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         expansion = _expansion_in(group, current, plan, call)
         solved = _solved(expansion, group, current, call, known)
     expansion, sites = solved
-    near = expansion if type(expansion) is JointGaussian else current.near.get(group)
+    near = expansion if type(expansion) is JointGaussian else current.derived.near.get(group)
     _check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {
@@ -64,7 +66,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     elif near is not None and near.has_moved:
         for starts, data in _starts(group, current, plan, call):
             starts.note(data, near.references)
-    current.ready.update({name: sites[name] for name in expansion.group.members})
+    current.derived.sites.update({name: sites[name] for name in expansion.group.members})
     return expansion
 
 
@@ -93,7 +95,7 @@ def _solved(
                 return None
             following = expansion.solve(sites)
             if isinstance(expansion, Newton):
-                current.near[group] = expansion
+                current.derived.near[group] = expansion
         return expansion, sites
     return None
 
@@ -110,7 +112,7 @@ def _from_one(
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
     of_data = leading_shape(call.values, plan.event_dims, nesting)
     if (
-        leading.numel() < _MANY
+        leading.numel() < MANY_DRAWS
         or of_data.numel() > 1
         or group.form != "Gaussian"
         or group.bound
@@ -119,7 +121,7 @@ def _from_one(
         return None
     if (
         call.lacking
-        or current.observed
+        or current.derived.observed
         or torch.jit.is_tracing()
         or (call.derived.constants or {}).get((group, leading))
     ):
@@ -146,7 +148,7 @@ def _constants_of_one(
     # Of their sites' own shapes, as a model that is written for one draw takes no others.
     first = {name: plan.first_of(name, value).detach().clone() for name, value in known.items()}
     first = {name: value.requires_grad_(value.is_floating_point()) for name, value in first.items()}
-    sizes = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
+    sizes = current.derived.sizes.setdefault(group, dict(zip(group.members, group.elements)))
     at = {name: plan.initial[name] for name in group.flat}
 
     def run(values: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def _constants_of_one(
 
     one = group._replace(vectorized=False), torch.Size((1,) * nesting), nesting
     following: Any = JointGaussian(*one, False, sizes=dict(sizes), at=at)
-    with suppress(Changed), untouched(call.model):
+    with suppress(Changed), untouched(call.program.model):
         while following is not None:
             expansion = following
             with expanding():
@@ -188,7 +190,7 @@ def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) 
         )
     found = outside_of_traces(lambda: derive(plan, call, current, group))
     one = valid_at(plan, call, names, f"rules={dict.fromkeys(group.members, 'learned')}")
-    current.valid.update(dict.fromkeys(group.members, one))
+    current.derived.valid.update(dict.fromkeys(group.members, one))
     return found
 
 
@@ -198,7 +200,11 @@ def valid_at(plan: Plan, call: Call, names: str, remedy: str) -> Tensor:
         f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
         f"Where data change, make the guide with {remedy}."
     )
-    leaves = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
+    leaves = [
+        leaf
+        for leaf in tree_leaves([call.program.args, call.program.kwargs])
+        if isinstance(leaf, Tensor)
+    ]
     one = torch.ones((), dtype=plan.factory["dtype"], device=plan.factory["device"])
     kept = outside_of_traces(lambda: [each.clone() for each in leaves])
     for leaf, then in zip(leaves, kept):
@@ -226,12 +232,18 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
     """Returns the expansion of a group at the values drawn so far; a run of the model has to solve it."""
     nesting = plan.plates.nesting
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
-    lacking, observed = call.lacking, current.observed.intersection(group.members)
-    group = group.without(lacking, current.observed) if lacking or current.observed else group
+    lacking, observed = call.lacking, current.derived.observed.intersection(group.members)
+    group = (
+        group.without(lacking, current.derived.observed)
+        if lacking or current.derived.observed
+        else group
+    )
     options: dict[str, Any] = {}
     if group.depths:
-        options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
-    differentiable = torch.is_grad_enabled() and current.state.learns()
+        options["sizes"] = current.derived.sizes.setdefault(
+            group, dict(zip(group.members, group.elements))
+        )
+    differentiable = torch.is_grad_enabled() and current.state.network.learns()
     kept = (call.derived.constants if differentiable and not torch.jit.is_tracing() else None) or {}
     constants = kept.get((group, leading))
     if constants is not None:
@@ -239,7 +251,9 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)
     if group.has_mode or group.form == "Gaussian":
         wider = [
-            each for each in current.near.values() if set(group.members) <= set(each.group.members)
+            each
+            for each in current.derived.near.values()
+            if set(group.members) <= set(each.group.members)
         ]
         at = (
             wider[-1].means(current.values, group.members)
@@ -291,14 +305,19 @@ def _keeps_constants(
 ) -> bool:
     """Keeps, in training, what steps with the same data need not derive again; whether there is something new."""
     kept, key = call.derived.constants, (expansion.group, expansion.leading)
-    if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
+    if (
+        kept is None
+        or key in kept
+        or len(kept) >= MOST_CONSTANTS
+        or current.state.network.passes < PASSES_BEFORE_CONSTANTS
+    ):
         return False
     if not expansion.differentiable or torch.jit.is_tracing():
         return False
     if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step
         return False
     known, sizes = {**call.held, **values}, expansion.sizes
-    with untouched(call.model):
+    with untouched(call.program.model):
         kept[key] = constants_of(
             *key, expansion.nesting, sizes, lambda at, until: call.run({**known, **at}, until=until)
         )
@@ -310,7 +329,7 @@ def _has_observed(expansion: Expansion, sites: Mapping[str, Any], current: Pass)
     observed = [
         name for name in expansion.group.members if name in sites and sites[name]["is_observed"]
     ]
-    current.observed.update(observed)
+    current.derived.observed.update(observed)
     for name in observed:
         if name not in current.values:
             current.know(name, sites[name]["value"])

@@ -32,7 +32,7 @@ from pyro_nami.deriving.expansion import plate_shape
 from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.derivation import derive, valid_at
-from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.one_pass import Outside, Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import Prior, Rule
 from pyro_nami.guide.stages import stages_of
@@ -61,25 +61,18 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
         (frozenset[str](), frozenset[str]()) if call.target is None else call.target[1:3]
     )
     rules = {name: rule for name, rule in rules.items() if name not in hidden or name in private}
-    current = Pass(
-        rules,
-        plan.families,
-        state,
-        functools.partial(derive, plan, call),
-        _relocation(plan),
-        validate,
-    )
-    current.private = private
+    outside = Outside(_relocation(plan), outer_sizes(plan.plates.nesting), private)
+    deriving = functools.partial(derive, plan, call)
+    current = Pass(rules, plan.families, state, deriving, outside, validate)
     # what is compiled knows of no other data set
     if call.derived.is_fixed and plan.groups and torch.jit.is_tracing():
         one = valid_at(
             plan, call, ", ".join(map(repr, plan.groups)), "mode='minibatches' or mode='amortized'"
         )
-        current.valid.update(dict.fromkeys(plan.groups, one))
-    current.outer = outer_sizes(plan.plates.nesting)
+        current.derived.valid.update(dict.fromkeys(plan.groups, one))
     traced = any(isinstance(handler, TraceMessenger) for handler in _PYRO_STACK)
     scored = traced and pyro.poutine.get_mask() is not False
-    if private and (scored or current.is_relocated()):
+    if private and (scored or outside.relocation is not None):
         raise NotImplementedError(
             f"Expected a guide that draws '{min(private)}' after all others, in order to score a call that has other "
             "instances of it; this one draws others given those of training. `Predictive` works; for densities use "
@@ -114,22 +107,22 @@ def draw_fresh(current: Pass, plan: Plan, target: TrainedAnswer) -> dict[str, Te
     """Draws what a call has and training had not, given all others, from the model's own conditional; returns it."""
     rules = {name: Prior(name) for name in target.fresh}
     deriving = functools.partial(derive, plan, target.call)
-    follow = Pass(rules, {}, current.state, deriving, _relocation(plan), current.validate)
+    outside = Outside(current.outside.relocation, current.outside.sizes)
+    follow = Pass(rules, {}, current.state, deriving, outside, current.validate)
     follow.values = {
         name: value for name, value in current.values.items() if name not in target.hidden
     }
-    follow.outer = current.outer
     if rules:
         _draw_along(follow, plan, target.call)
     follow.check()
-    return follow.returned
+    return outside.values
 
 
 def draw(current: Pass, plan: Plan, call: Call) -> None:
     """Draws every latent of a call, at sites that the handlers outside see."""
-    if not plan.interleaved:
+    if not plan.sampling.interleaved:
         _draw_detached(current, plan, call)
-    if plan.interleaved or current.left():
+    if plan.sampling.interleaved or current.left():
         _draw_along(current, plan, call)
 
 
@@ -138,7 +131,7 @@ def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
     for stage in stages_of(current.rules, current.values):
         if stage.drawn:
             run = _DrawingRun(stage.drawn, current, plan, call)
-            run.run(call.model, call.args, call.kwargs)
+            call.program.run(run)
             if run.missing:
                 raise ValueError(missing_site(min(run.missing)))
         if stage.group is not None:
@@ -148,9 +141,9 @@ def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
 def _draw_group(group: ConjugateGroup, current: Pass, call: Call) -> None:
     """Draws the members of a group from the conditionals that the model gives; these are derived first."""
     current.derive(group)
-    known = current.values.keys() | current.observed
+    known = current.values.keys() | current.derived.observed
     left = [name for name in group.members if name in current.rules and name not in known]
-    sites: Mapping[str, Any] = current.ready
+    sites: Mapping[str, Any] = current.derived.sites
     if not sites.keys() >= set(left):
         with forked_rng():  # as draws shall not depend on what was derived before
             sites = call.run({**call.held, **current.values}, until=left)
@@ -197,13 +190,17 @@ class _DrawingRun(Runner):
             self._drawn.add(name)
             msg["infer"], msg["mask"] = _own_infer(msg), _mask(current, rule, msg)
             fn = rule.distribution(current, msg["fn"].batch_shape, msg["fn"])
-            msg["stop"] = name in current.private
-            msg["fn"] = _for_each(current, fn) if msg["stop"] else current.outside(fn)
+            msg["stop"] = name in current.outside.private
+            msg["fn"] = (
+                current.outside.one_for_each(fn, current.state.network.plates.nesting)
+                if msg["stop"]
+                else current.outside.see(fn)
+            )
             msg["scale"] = current.scale(msg)
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._drawn and msg["value"] is not None:
-            private = msg["name"] in self._current.private
+            private = msg["name"] in self._current.outside.private
             msg["value"] = self._current.take(
                 msg["name"], msg["value"], msg["fn"], seen=not private
             )
@@ -232,25 +229,19 @@ def _draw_at(
         shape = plate_shape(site)
     rule = current.rules[name]
     fn = rule.distribution(current, shape, prior)
-    if name in current.private:
-        fn = _for_each(current, fn)
+    if name in current.outside.private:
+        fn = current.outside.one_for_each(fn, current.state.network.plates.nesting)
         current.take(name, fn(), fn, seen=False)
         return
     with _At({**site, "mask": _mask(current, rule, site), "scale": current.scale(site)}):
-        current.take(name, pyro.sample(name, current.outside(fn)), fn)
-
-
-def _for_each(current: Pass, fn: Any) -> Any:
-    """Returns a distribution with the batch dims of the plates around the guide."""
-    ones = (1,) * (current.state.nesting - len(fn.batch_shape))
-    return fn.expand(current.outer + ones + fn.batch_shape) if current.outer else fn
+        current.take(name, pyro.sample(name, current.outside.see(fn)), fn)
 
 
 def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
     """Returns where a latent's density counts; warns where that is for the first time, as its rule may be another."""
     mask = rule.mask(site)
     untold = rule.is_untold and mask is not None and not torch.jit.is_tracing() and bool(mask.any())
-    if untold and current.state.tells(f"{rule.name}, masked"):
+    if untold and current.state.network.tells(f"{rule.name}, masked"):
         warn(
             f"All of '{rule.name}' was masked at the guide's first call, which does not show how data depend on it. "
             "What was derived there may be wrong now: make the guide anew, and call it first where some of it counts."

@@ -28,9 +28,10 @@ from pyro_nami.reading.changes import moved
 
 __all__ = ["element_reads"]
 
-_MOST = 256  # elements in all, each of which takes a few runs
-# draws that runs start from, and further ones for elements that nothing seems to read
-_ORIGINS, _MORE = 2, 8
+# elements of all sites together; each of them takes some runs of the model, so ten times as many take minutes
+MOST_ELEMENTS = 256
+# draws at which every element is changed; at further draws only elements that nothing seems to read
+FULL_DRAWS = 2
 
 
 def element_reads(
@@ -58,7 +59,7 @@ def element_reads(
     counts |= dict.fromkeys(counts.keys() & first.options.embeddings.keys(), 1)
     plain = eliminate(BayesNet(kept, edges, net.plate_sizes, net.nesting), eliminated).parents
     known = all(plain[name].keys() == inverse.parents[name].keys() for name in order)
-    if max(counts.values(), default=1) == 1 or sum(counts.values()) > _MOST or not known:
+    if max(counts.values(), default=1) == 1 or sum(counts.values()) > MOST_ELEMENTS or not known:
         return {}
     found = {edge: torch.ones(counts[edge[1]], counts[edge[0]], dtype=torch.bool) for edge in edges}
     for name in kept:
@@ -106,9 +107,11 @@ def _reads(
     """
     reads = {t: torch.zeros(counts[t], counts[name], dtype=torch.bool) for t in children}
     held = {*first.net.latent, *first.options.observed}
-    for number, draw in enumerate(first.draws[: _ORIGINS + _MORE]):
+    for number, draw in enumerate(first.draws):
         seen = torch.cat([*reads.values()]).any(0)
-        looked = torch.arange(counts[name]) if number < _ORIGINS else (~seen).nonzero().squeeze(-1)
+        looked = (
+            torch.arange(counts[name]) if number < FULL_DRAWS else (~seen).nonzero().squeeze(-1)
+        )
         if not len(looked):
             break
         values = {u: value for u, value in draw.items() if u in held}

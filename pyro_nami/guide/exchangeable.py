@@ -49,7 +49,7 @@ def exchangeable_plates(before: Reading, now: Reading, names: Collection[str]) -
     Returns:
         Plates. A plate along which the model fails on rotated data is one of them.
     """
-    with untouched(now.call.model), torch.no_grad():
+    with untouched(now.call.program.model), torch.no_grad():
         try:
             sites = now.sites({}, choose=_reference)
         except Exception:  # noqa: BLE001  whatever a model does near the origin
@@ -125,12 +125,14 @@ def _along(value: Any, site: Any, frame: Any, event_dim: int | None = None) -> A
 def _changed(before: Reading, now: Reading, change: Callable[[Any, Any], Any]) -> Reading:
     """Returns the data with ``change(old, value)`` in place of each value, ``old`` being that of ``before``."""
     (old, kind), (leaves, spec) = (
-        tree_flatten([each.call.args, dict(each.call.kwargs)]) for each in (before, now)
+        tree_flatten([each.call.program.args, dict(each.call.program.kwargs)])
+        for each in (before, now)
     )
     old = old if kind == spec else [None] * len(leaves)
     args, kwargs = tree_unflatten(list(map(change, old, leaves)), spec)
+    program = now.call.program._replace(args=args, kwargs=kwargs)
     around = now.surroundings and now.surroundings.changed_from(before.surroundings, change)
-    return Reading(replace(now.call, args=args, kwargs=kwargs), around)
+    return Reading(replace(now.call, program=program), around)
 
 
 def _rotate(frame: Any, old: Any, value: Any) -> Any:

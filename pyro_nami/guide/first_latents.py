@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pyro
@@ -18,7 +19,9 @@ from pyro_nami.deriving.expansion import (
     parameters_of,
     plate_shape,
 )
-from pyro_nami.deriving.marginal_quadrature import MOST_MARGINAL, Marginal, points_of
+from pyro_nami.deriving.grid_search import Box
+from pyro_nami.deriving.grids import MOST_ON_GRID
+from pyro_nami.deriving.marginal_quadrature import Marginal, points_of
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.arguments import Arguments
@@ -30,17 +33,24 @@ from pyro_nami.program.flat_priors import CUT, MOST_LOST
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
+from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.site_values import any_value
 
 __all__ = ["cut_by_bounds", "first_ones", "flaw_of_tables", "marginal"]
 
-_DRAWS, _SPREADS, _LEAST_SPREAD = 256, 2.0, 1e-6  # of a prior, for the first grid
-_MOST_AT_ONCE = 2e6  # points times rows of data in one run of the model
-# points times rows of data, and the points that a grid of others at each counts as
-_MOST_TABLE, _GRID = 4e6, 15
-_CHECKED, _MOST_SPREAD = 64, 0.03  # draws of a table, and by how many nats they may be off
+PRIOR_SAMPLES = (
+    256  # draws by which the spread of a prior is told; it is where the search for a grid begins
+)
+# width of the first grid, in widths of the prior's middle 68%; a search that begins too narrow takes more steps
+FIRST_WIDTH = 4.0
+MIN_WIDTH = 1e-6  # of a prior that is nearly a constant, in unconstrained space
+# points that the grid of a further latent, at each point of the first, is counted as
+INNER_POINTS = 15
+CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
+# standard deviation of a table's error in nats, of what is taken for exact: weights vary by 3% then
+MAX_ERROR = 0.03
 # nats more, where data are so large beside their noise that single precision tells no better
-_MOST_ROUNDED = 0.3
+MAX_ROUNDING = 0.3
 
 
 def first_ones(
@@ -57,7 +67,7 @@ def first_ones(
         and options.blocks is None
         and options.rules.keys().isdisjoint(rest)
     )
-    if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
+    if not searched or not groups or not 0 < len(rest) <= MOST_ON_GRID or first.semi_observed:
         return None
     if (
         not all(group.is_exact for group in groups.values())
@@ -101,22 +111,22 @@ def marginal(
 
     ``derive`` is `pyro_nami.guide.derivation.derive`.
     """
-    leaves = tree_leaves([call.args, call.kwargs, call.values, call.held])
+    leaves = tree_leaves([call.program.args, call.program.kwargs, call.values, call.held])
     known, found, seen = call.derived.tables.get(group, (None, None, None))
     joint = _Joint.of(plan, call, current, derive)
     same = known is not None and known.are(leaves)
     sites = joint.sites_if_same(seen) if same else None
     if sites is None:
         try:
-            known, found = Arguments(leaves, kept=True), joint.table(group, found)
+            known, found = Arguments(leaves, kept=True), joint.table(group)
         except ValueError as error:
             learned = dict.fromkeys(group.members, "learned")
             raise ValueError(
                 f"At these data {error}. A guide with rules={learned} takes them."
             ) from error
-        call.derived.tables[group] = known, found, joint.seen(group, found)
+        call.derived.tables[group] = known, found, joint.seen(found)
     else:
-        current.ready.update({name: sites[name] for name in group.members})
+        current.derived.sites.update({name: sites[name] for name in group.members})
     return found
 
 
@@ -125,24 +135,17 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
 
     Draws by it have to have the log density that it says, all others drawn given them, up to a constant.
     """
-    group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
+    group = _marginal_group(plan)
     if group is None:
         return ""
     joint = _Joint.of(plan, call, current, derive)
     grids = {each for each in plan.groups.values() if each.is_tabulated}
-    if points_of(group) * joint.rows() * _GRID ** len(grids) > _MOST_TABLE:
+    if points_of(group) * INNER_POINTS ** len(grids) > rows_in_memory(joint.rows()):
         return "a grid for all rows of data is too large"
     try:
         joint.check_runs_for_many(group)
-        table = joint.table(group)
-        values = dict[str, Tensor]()
-        given = torch.zeros(())
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-            pyro.set_rng_seed(1)
-            for name in group.members:
-                fn = table.conditional(name, values).expand((_CHECKED, *joint.leading))
-                values[name] = fn.sample()
-                given = given + fn.log_prob(values[name]).double()
+        with _hidden(seed=1):
+            values, given = joint.table(group).draw(CHECKED_DRAWS, joint.leading)
             spread = float((joint.log_density(values) - given).std(0).max())
         with torch.enable_grad():
             sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
@@ -151,10 +154,9 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
             ]
         if next(parameters_of(*densities), None) is not None:
             return "the model has parameters, which are still to be learned"
-        most = _MOST_SPREAD + min(
-            _MOST_ROUNDED, _rounding(sites[name] for name in plan.read if name in sites)
-        )
-        return "" if spread < most else f"by quadrature it would be off by {spread:.2g} nats"
+        rounding = _rounding(sites[name] for name in plan.read if name in sites)
+        is_exact = spread < MAX_ERROR + min(MAX_ROUNDING, rounding)
+        return "" if is_exact else f"by quadrature it would be off by {spread:.2g} nats"
     except Exception as error:  # noqa: BLE001  whatever a model does at values far out
         return f"quadrature fails with {type(error).__name__}: {error}"
 
@@ -174,22 +176,29 @@ def cut_by_bounds(plan: Plan, call: Call, current: Pass, derive: Callable) -> di
 
     What is derived as flat is that given the latents that come first, which `Refutation` knows no values of.
     """
-    group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
+    group = _marginal_group(plan)
     if group is None or not any(each.flat for each in plan.groups.values()):
         return {}
-    joint, values = _Joint.of(plan, call, current, derive), dict[str, Tensor]()
+    joint = _Joint.of(plan, call, current, derive)
     try:
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-            pyro.set_rng_seed(1)
-            table = joint.table(group)
-            for name in group.members:
-                values[name] = (
-                    table.conditional(name, values).expand((_CHECKED, *joint.leading)).sample()
-                )
-            lost = joint._drawn(values)[0].lost()
+        with _hidden(seed=1):
+            values, _ = joint.table(group).draw(CHECKED_DRAWS, joint.leading)
+            lost = joint.with_others(values)[0].derived.lost()
     except Exception:  # noqa: BLE001  of which `flaw_of_tables` tells
         return {}
     return {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
+
+
+def _marginal_group(plan: Plan) -> ConjugateGroup | None:
+    return next((group for group in plan.groups.values() if group.form == "marginal"), None)
+
+
+@contextmanager
+def _hidden(seed: int = 0) -> Iterator[None]:
+    """Runs that are made here have no gradients, and random numbers of their own."""
+    with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+        pyro.set_rng_seed(seed)
+        yield
 
 
 class _Joint(NamedTuple):
@@ -213,20 +222,18 @@ class _Joint(NamedTuple):
 
     def check_runs_for_many(self, group: ConjugateGroup) -> None:
         """Raises ValueError where the model mixes up draws in a way that would take much memory for those of a grid."""
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+        with _hidden():
             sites = self.call.run(self.call.held, until=group.members)
             few = {
                 name: any_value(sites[name]["fn"].expand((2, *self.leading)))
                 for name in group.members
             }
-            self.call.run(
-                {**self.call.held, **self._with_others(few)[0]}, note=of_rank(1 + len(self.leading))
-            )
+            values = self.with_others(few)[0].values
+            self.call.run({**self.call.held, **values}, note=of_rank(1 + len(self.leading)))
 
-    def table(self, group: ConjugateGroup, near: Marginal | None = None) -> Marginal:
+    def table(self, group: ConjugateGroup) -> Marginal:
         """Returns the conditionals of a group, from runs of the model at points of a grid."""
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-            pyro.set_rng_seed(0)
+        with _hidden():
             sites = self.call.run(self.call.held, until=group.members)
             layouts = {
                 name: self.plan.families[name].at(sites[name]["fn"]).layout
@@ -237,63 +244,59 @@ class _Joint(NamedTuple):
                 draws = self._draws(layouts[name], name, sites[name]["fn"])
                 low, center, high = draws.quantile(draws.new_tensor([0.16, 0.5, 0.84]))
                 middle.append(center.expand(self.leading))
-                half.append(_SPREADS * (high - low).clamp(min=_LEAST_SPREAD).expand(self.leading))
+                width = FIRST_WIDTH * (high - low).clamp(min=MIN_WIDTH)
+                half.append(width.expand(self.leading) / 2)
             like = self.plan.initial[group.members[0]]
-            return Marginal(group, layouts, like, middle, half, self.log_density, near)
+            box = Box.upright(middle, half)
+            return Marginal(group, layouts, like, box, self.log_density)
 
     def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
         """Returns draws from a prior in unconstrained space; numbers about the initial value from an improper one."""
         try:
-            return layout.elements(prior.sample((_DRAWS,))).flatten().double()
+            return layout.elements(prior.sample((PRIOR_SAMPLES,))).flatten().double()
         except NotImplementedError:
             start = layout.elements(self.plan.initial[name]).flatten().double()
-            return start + torch.linspace(-1, 1, _DRAWS, dtype=start.dtype, device=start.device)
+            return start + torch.linspace(
+                -1, 1, PRIOR_SAMPLES, dtype=start.dtype, device=start.device
+            )
 
-    def seen(self, group: ConjugateGroup, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
+    def seen(self, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
         """Returns two draws by a table, and the log density there: a model may read what no argument shows."""
-        values = dict[str, Tensor]()
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-            for name in group.members:
-                values[name] = table.conditional(name, values).expand((2, *self.leading)).sample()
-            values = self._with_others(values)[0]
+        with _hidden():
+            values, _ = table.draw(2, self.leading)
+            values = self.with_others(values)[0].values
             return values, self._log_density_of(self._sites(values), values)
 
     def sites_if_same(self, seen: tuple[dict[str, Tensor], Tensor]) -> dict[str, Any] | None:
         """Returns the sites of a run at these draws; None if the log density is another by more than rounding."""
         values, before = seen
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+        with _hidden():
             sites = self._sites(values)
             now = self._log_density_of(sites, values)
-        same = torch.isclose(now, before, rtol=1e-4, atol=_MOST_SPREAD, equal_nan=True)
+        same = torch.isclose(now, before, rtol=1e-4, atol=MAX_ERROR, equal_nan=True)
         return sites if bool(same.all()) else None
 
     def log_density(self, at: Mapping[str, Tensor]) -> Tensor:
         """Returns the log density in nats at values ``(points, *leading, *event)``, ``(points, *leading)``."""
-        count = max(1, int(_MOST_AT_ONCE / self.rows()))
-        parts = zip(*(value.split(count) for value in at.values()))
+        parts = zip(*(value.split(rows_in_memory(self.rows())) for value in at.values()))
         return torch.cat([self._log_weights(dict(zip(at, part))) for part in parts])
 
     def _log_weights(self, at: Mapping[str, Tensor]) -> Tensor:
         """Returns log p(values, others, data) - log q(others), of others that are drawn given the values."""
-        values, log_q = self._with_others(at)
-        total = self._log_density_of(self._sites(values), values) - log_q
+        inner, log_q = self.with_others(at)
+        total = self._log_density_of(self._sites(inner.values), inner.values) - log_q
         batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
         return total.expand((len(next(iter(at.values()))), *batch)).reshape((-1, *self.leading))
 
-    def _with_others(self, at: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns values with those of all others, drawn given them, and the log density of these."""
-        inner, log_q = self._drawn(at)
-        return inner.values, log_q
-
-    def _drawn(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
-        """Returns a pass in which all others are drawn, as for `_with_others`."""
+    def with_others(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
+        """Returns a pass in which all others are drawn given values, and the log density of the others."""
         inner = self.current.beside(self.plan.rules, self.derive, at)
         passed = {*at, *self.call.lacking, *self.call.from_prior, *self.call.held}
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
         for name in (name for name in self.plan.order if name not in passed):
             rule = inner.rules[name]
             fn = rule.distribution(inner, torch.Size(), None)
-            site = inner.ready[name]  # of the run that it was derived by
+            site = inner.derived.sites[name]  # of the run that it was derived by
             fn = fn.expand(broadcast(fn.batch_shape, plate_shape(site)))
             value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
             inner.note_bounds(name, fn)

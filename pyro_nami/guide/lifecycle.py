@@ -39,6 +39,7 @@ from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner, needs_arguments, own_dims, takes_observations
 from pyro_nami.reading.covariates import column_of, plain_column
 
@@ -48,7 +49,7 @@ OTHER_STRUCTURE = (
     "The arguments and data of a guide's first call decide what is derived, and the sizes of its networks. Call the "
     "new guide with data of training first, or save the state with save_data=True."
 )
-_START_DRAWS = 5  # by which starts of bounds are compared
+START_DRAWS = 5  # by whose ELBO starts of bounds are compared, all of the same seed
 
 
 class LazyGuide(AutoGuide):
@@ -91,7 +92,8 @@ class LazyGuide(AutoGuide):
         self._plan, self.network = plan, network
         mode = self._options.mode or (Mode.AMORTIZED if plan.semi_observed else Mode.FIXED)
         if mode is Mode.AMORTIZED and not network.simulated:
-            network.vary(network.groups)
+            for group in network.groups:
+                group.vary()
         is_asked = self._options.mode is not None
         self._reader = CallReader(
             plan, self._options.covariates, self._options.index_maps, mode, is_asked
@@ -119,7 +121,7 @@ class LazyGuide(AutoGuide):
         # in the store: they are started already
         if len(starts) < 2 or self._options.observed or stored:
             return
-        elbo, losses = Trace_ELBO(_START_DRAWS), []
+        elbo, losses = Trace_ELBO(START_DRAWS), []
         with (
             untouched(self.model),
             own_dims(),
@@ -200,7 +202,7 @@ class LazyGuide(AutoGuide):
         if "observations" in kwargs:
             kwargs = {**kwargs, "observations": _first_set(observations, plan)}
         plates = self._create_plates(*args, **kwargs)
-        call = Call(plan.for_many(self.model), args, kwargs)
+        call = Call(Program(plan.for_many(self.model), args, kwargs))
         self.network.backward = backward = Backward()
         return self._reader.read(
             call, plates, observations, backward=backward if may_train else None, draws=draws
@@ -213,7 +215,7 @@ class LazyGuide(AutoGuide):
         moving = frozenset(
             name for name in self._plan.sites if name in set(map(site_of, memory.history.moving))
         )
-        first = Reading(Call(self.model, args, kwargs), memory.surroundings)
+        first = Reading(Call(Program(self.model, args, kwargs)), memory.surroundings)
         along = exchangeable_plates(first, self._reader.differing or first, moving)
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
         before = list(self.network.parameters())

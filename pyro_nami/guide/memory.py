@@ -80,16 +80,23 @@ class Memory:
         Args:
             call: with its ``data``.
         """
-        leaves = tree_leaves([call.args, dict(call.kwargs)])
+        leaves = tree_leaves([call.program.args, dict(call.program.kwargs)])
         if self._frozen is not None and self._frozen[0].are(leaves) and self._frozen[1] == data:
             return self._frozen[2]
         copies: dict[int, Tensor] = {}
-        parts = call.args, dict(call.kwargs), dict(call.indices), dict(call.values), dict(call.held)
+        parts = (
+            call.program.args,
+            dict(call.program.kwargs),
+            dict(call.indices),
+            dict(call.values),
+            dict(call.held),
+        )
         args, kwargs, indices, values, held = tree_map_only(
             Tensor, lambda value: copies.setdefault(id(value), value.detach().clone()), parts
         )
         held |= {name: value for name, value in values.items() if name not in call.moving}
-        frozen = replace(call, args=args, kwargs=kwargs, indices=indices, values=values, held=held)
+        program = call.program._replace(args=args, kwargs=kwargs)
+        frozen = replace(call, program=program, indices=indices, values=values, held=held)
         self._frozen = Arguments(leaves), data, frozen
         return frozen
 
@@ -99,7 +106,12 @@ class Memory:
         if call is self.call:
             return
         before, self.call = self.call, call
-        self.context = call.args, dict(call.kwargs), dict(call.indices), dict(call.values)
+        self.context = (
+            call.program.args,
+            dict(call.program.kwargs),
+            dict(call.indices),
+            dict(call.values),
+        )
         if before is not None and self.history.is_trained:
             self.has_one_context = False
 

@@ -35,15 +35,14 @@ from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
-from pyro_nami.program.many_draws import for_many
-from pyro_nami.program.program import Program
+from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, for_many
 from pyro_nami.program.vectorized import Vectorized, unmapped
 
 __all__ = ["AutoNaMIGuide"]
 
-_MEDIAN_DRAWS, _FEW_DRAWS = 1000, 8  # for quantiles; to see whether the model can be run for many
-# in one pass: draws, and rows of data times draws where modes are searched
-_LEAST_DRAWS, _MOST_ROWS = 16, 2**15
+MEDIAN_DRAWS = 1000  # for quantiles; their standard errors are 4% of a standard deviation
+# rows of data times draws in one pass, where a posterior mode is searched for each draw; more are slower
+MOST_ROWS = 2**15
 MODES = {"auto": None, **{mode.value: mode for mode in Mode}}
 # made by Pyro's metaclass, which type checkers do not follow
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]
@@ -289,7 +288,7 @@ class AutoNaMIGuide(DensityGuide):
                 return None
 
         def make(count: int, seed: int) -> dict[str, Tensor]:
-            return self._draws(count, call.args, dict(call.kwargs), seed)
+            return self._draws(count, call.program.args, dict(call.program.kwargs), seed)
 
         values = self._ahead.next((self.network.passes, id(call.values)), make)
         found = hand_out(plan, call, values)
@@ -315,7 +314,7 @@ class AutoNaMIGuide(DensityGuide):
                 fresh = draw_fresh(current, plan, call.target) if call.target is not None else {}
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
-        found = {**current.returned, **fresh}
+        found = {**current.outside.values, **fresh}
         return {name: found[name] for name in (*plan.rules, *fresh) if name in found}
 
     # ---- summaries
@@ -325,7 +324,7 @@ class AutoNaMIGuide(DensityGuide):
         self,
         quantiles: Sequence[float],
         *args: Any,
-        num_samples: int = _MEDIAN_DRAWS,
+        num_samples: int = MEDIAN_DRAWS,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
         """Returns Monte Carlo quantiles of every latent, elementwise in constrained space.
@@ -392,10 +391,11 @@ class AutoNaMIGuide(DensityGuide):
         if self._many is None or self._many[0] is not plan:
             pyro.set_rng_seed(0)
             few = [
-                {**call.held, **self._drawn(replace(call, target=None))} for _ in range(_FEW_DRAWS)
+                {**call.held, **self._drawn(replace(call, target=None))}
+                for _ in range(FEWEST_DRAWS)
             ]
-            program = Program(plan.for_many(unmapped(call.model)), call.args, call.kwargs)
-            found = for_many(program, few, plan.plates.nesting)
+            model = plan.for_many(unmapped(call.program.model))
+            found = for_many(call.program._replace(model=model), few, plan.plates.nesting)
             is_mapped = found is not None and isinstance(found.model, Vectorized)
             many = plan if is_mapped == plan.vectorized else replace(plan, vectorized=is_mapped)
             self._many = plan, None if found is None else many
@@ -406,5 +406,5 @@ def _passes(count: int, call: Call, plan: Plan) -> list[int]:
     """Returns how many draws each pass makes: all at once, but where that takes long and would leave the cache."""
     has_mode = any(group.has_mode for group in plan.groups.values())
     rows = sum(value.numel() for value in call.values.values()) if has_mode else 0
-    parts = max(1, min(count // _LEAST_DRAWS, math.ceil(count * rows / _MOST_ROWS)))
+    parts = max(1, min(count // MANY_DRAWS, math.ceil(count * rows / MOST_ROWS)))
     return [len(part) for part in torch.arange(count).chunk(parts)]

@@ -21,7 +21,7 @@ from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.parameters.network_state import NetworkState
 
-__all__ = ["Pass", "Term"]
+__all__ = ["DerivedGroups", "Outside", "Pass", "Term"]
 
 # share of a conditional that is out of bounds: less is hardly seen in draws, nor told by a few
 _MOST_LOST = 1e-3
@@ -49,6 +49,76 @@ class Term(NamedTuple):
         )
 
 
+class DerivedGroups:
+    """What was derived in a pass, and what the runs of the model for it have shown.
+
+    Attributes:
+        solved: group -> its conditionals.
+        near: group -> its latest Normal about a mode, from which others are found.
+        sizes: group -> numbers of elements of its members, where these may be other than planned.
+        observed: latents that this call turns out to observe.
+        sites: latent -> its site of a run of the model that derived conditionals.
+        valid: member of a group in a trace -> 1, an error at other data.
+        boxed: latent with a flat prior -> what it is drawn from, within the prior's bounds.
+    """
+
+    def __init__(self) -> None:
+        self.solved: dict[ConjugateGroup, Expansion] = {}
+        self.near: dict[ConjugateGroup, Newton] = {}
+        self.sizes: dict[ConjugateGroup, dict[str, int]] = {}
+        self.observed: set[str] = set()
+        self.sites: dict[str, Mapping[str, Any]] = {}
+        self.valid: dict[str, Tensor] = {}
+        self.boxed: dict[str, BoxedNormal] = {}
+
+    def lost(self) -> dict[str, float]:
+        """Returns what share of latents with flat priors is out of bounds, by these draws."""
+        return {name: float(fn.lost.mean()) for name, fn in self.boxed.items()}
+
+    def finite(self) -> dict[str, Tensor]:
+        """Returns latent -> where its exact conditional is finite."""
+        return {
+            name: each for solved in self.solved.values() for name, each in solved.finite.items()
+        }
+
+
+class Outside:
+    """The draws of a pass as the handlers outside see them.
+
+    Args:
+        relocation: where batch dims lie outside; None where they lie as inside.
+        sizes: sizes of the plates around the guide, to the left of the model's own.
+        private: latents that handlers outside do not see.
+
+    Attributes:
+        values: latent -> its draw, with batch dims as they lie outside.
+    """
+
+    def __init__(
+        self,
+        relocation: Relocation | None = None,
+        sizes: torch.Size = torch.Size(),
+        private: frozenset[str] = frozenset(),
+    ) -> None:
+        self.relocation = relocation
+        self.sizes = sizes
+        self.private = private
+        self.values: dict[str, Tensor] = {}
+
+    def see(self, fn: TorchDistribution) -> TorchDistribution:
+        """Returns a distribution as the handlers outside see it."""
+        return fn if self.relocation is None else Relocated(fn, self.relocation)
+
+    def inside(self, value: Tensor, event_dim: int) -> Tensor:
+        """Returns a value with its batch dims as they lie in the model."""
+        return value if self.relocation is None else self.relocation.value_inside(value, event_dim)
+
+    def one_for_each(self, fn: Any, nesting: int) -> Any:
+        """Returns a distribution with the batch dims of the plates around the guide, and ``nesting`` plate dims."""
+        ones = (1,) * (nesting - len(fn.batch_shape))
+        return fn.expand(self.sizes + ones + fn.batch_shape) if self.sizes else fn
+
+
 class Pass:
     """What is known so far in one pass over the latents.
 
@@ -57,11 +127,17 @@ class Pass:
         families: latent -> what gives its features, of latents that others read.
         state: the networks' state, with everything observed known.
         derive: derives the exact conditionals of a group in a pass, at what is drawn before it.
-        relocation: where batch dims lie outside; None where they lie as inside.
+        outside: the draws as handlers outside see them.
         validate: whether values are to be checked.
 
+    Attributes:
+        values: of latents, as the model sees them.
+        derived: what was derived from the model.
+        anchors: latent -> location and scale of its prior, if its factor is relative to it.
+        freedom: latent -> how much of its factor's own location its draw takes.
+
     Example:
-        >>> current = Pass({"a": None, "b": None}, {}, None, None, None, validate=True)
+        >>> current = Pass({"a": None, "b": None}, {}, None, None, Outside(), validate=True)
         >>> current.take("a", torch.tensor(1.0), torch.distributions.Normal(0.0, 1.0))
         tensor(1.)
         >>> current.left(), current.values
@@ -74,45 +150,28 @@ class Pass:
         families: Mapping[str, Family],
         state: NetworkState,
         derive: Callable[[Pass, ConjugateGroup], Expansion],
-        relocation: Relocation | None,
+        outside: Outside,
         validate: bool,
     ) -> None:
         self.rules = rules
         self.state = state
+        self.outside = outside
         self.validate = validate
         self._families = families
         self._derive = derive
-        self._relocation = relocation
         # families whose support or count varies, as they are in this pass
         self._moved: dict[str, Family] = {}
-        self.values: dict[str, Tensor] = {}  # of latents, as the model sees them
-        self.returned: dict[str, Tensor] = {}  # as handlers outside see them
-        self.solved: dict[ConjugateGroup, Expansion] = {}
-        # latest Normals about modes, from which others are found
-        self.near: dict[ConjugateGroup, Newton] = {}
-        # elements of members, where these are other than planned
-        self.sizes: dict[ConjugateGroup, dict[str, int]] = {}
-        self.observed: set[str] = set()  # latents that this call turns out to observe
-        # latents whose site a run that derived conditionals has shown
-        self.ready: dict[str, Mapping[str, Any]] = {}
-        # location and scale of the prior, if the factor is relative to it
+        self.values: dict[str, Tensor] = {}
+        self.derived = DerivedGroups()
         self.anchors: dict[str, Tensor | None] = {}
-        # how much of its factor's own location each draw of a latent takes
         self.freedom: dict[str, Tensor] = {}
-        self.private: frozenset[str] = frozenset()  # latents that handlers outside do not see
-        # member of a group in a trace -> 1, an error at other data
-        self.valid: dict[str, Tensor] = {}
-        # sizes of the plates around the guide, to the left of the model's own
-        self.outer = torch.Size()
-        # latents with flat priors -> what they are drawn from, within bounds
-        self._boxed: dict[str, BoxedNormal] = {}
         self._terms: dict[tuple, list[Term]] = {}
 
     def beside(
         self, rules: Mapping[str, Any], derive: Callable, values: Mapping[str, Tensor]
     ) -> Pass:
         """Returns another pass, by other rules, in which values of some latents are known."""
-        other = Pass(rules, self._families, self.state, derive, None, validate=False)
+        other = Pass(rules, self._families, self.state, derive, Outside(), validate=False)
         other.values.update(values)
         return other
 
@@ -134,7 +193,7 @@ class Pass:
     ) -> None:
         """Takes in the value of a latent, and its elements where they are known from the draw."""
         self.values[name] = value
-        if name in self._families and self.state.reads(name):
+        if name in self._families and (name in self.state.network.read):
             family = self.family(name)
             elements = family.layout.elements(value) if elements is None else elements
             features = family.element_features(elements).flatten(-2)
@@ -142,16 +201,8 @@ class Pass:
 
     def scale(self, site: Mapping[str, Any]) -> Any:
         """Returns the scale of a latent's density, by its site of a run of the model."""
-        valid = self.valid.get(site["name"])
+        valid = self.derived.valid.get(site["name"])
         return site["scale"] if valid is None else site["scale"] * valid
-
-    def is_relocated(self) -> bool:
-        """Whether values lie elsewhere outside than inside."""
-        return self._relocation is not None
-
-    def outside(self, fn: TorchDistribution) -> TorchDistribution:
-        """Returns a distribution as the handlers outside see it."""
-        return fn if self._relocation is None else Relocated(fn, self._relocation)
 
     def take(self, name: str, value: Tensor, fn: TorchDistribution, seen: bool = True) -> Tensor:
         """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it.
@@ -159,11 +210,10 @@ class Pass:
         What handlers outside have not ``seen`` is known to other latents alone.
         """
         if seen:
-            self.returned[name] = value
+            self.outside.values[name] = value
         self.note_bounds(name, fn)
-        if self._relocation is not None:
-            value = self._relocation.value_inside(value, len(fn.event_shape))
-        elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
+        value = self.outside.inside(value, len(fn.event_shape))
+        elements = fn.drawn(value) if isinstance(fn, SiteDistribution) else None
         if elements is not None:
             self.rules[name].note(self, elements)
         if value.is_inference():  # through which no conditional could be derived
@@ -174,17 +224,13 @@ class Pass:
     def note_bounds(self, name: str, fn: Any) -> None:
         """Takes note of what a latent is drawn from, where bounds may cut it."""
         if isinstance(fn, BoxedNormal):
-            self._boxed[name] = fn
-
-    def lost(self) -> dict[str, float]:
-        """Returns what share of latents with flat priors is out of bounds, by these draws."""
-        return {name: float(fn.lost.mean()) for name, fn in self._boxed.items()}
+            self.derived.boxed[name] = fn
 
     def derive(self, group: ConjugateGroup) -> Expansion:
         """Returns the exact conditionals of a group, derived now if they were not before."""
-        if group not in self.solved:
-            self.solved[group] = self._derive(self, group)
-        return self.solved[group]
+        if group not in self.derived.solved:
+            self.derived.solved[group] = self._derive(self, group)
+        return self.derived.solved[group]
 
     def add(self, term: Term) -> None:
         """Leaves a latent's density to `together`."""
@@ -204,23 +250,22 @@ class Pass:
 
         It looks at all of them at once, as a device has to be waited for each time.
         """
-        if self._boxed and not (torch.is_grad_enabled() and self.state.learns()):
+        if self.derived.boxed and not (torch.is_grad_enabled() and self.state.network.learns()):
             self._warn_of_bounds()
-        sums = [value.detach().sum() for value in self.returned.values()] if self.validate else []
+        returned = self.outside.values
+        sums = [value.detach().sum() for value in returned.values()] if self.validate else []
         if not sums:
             return
-        finite = {
-            name: each for solved in self.solved.values() for name, each in solved.finite.items()
-        }
+        finite = self.derived.finite()
         whole = [torch.stack([each.all() for each in finite.values()]).all()] if finite else []
         total, *whole = torch.stack([torch.stack(sums).sum(), *whole]).tolist()
         if not all(whole):
             self._warn(finite)
         if not math.isnan(total):
             return
-        for name, total in zip(self.returned, sums):
+        for name, total in zip(returned, sums):
             if math.isnan(total.item()):
-                bad = self.state.non_finite_parameter()
+                bad = self.state.network.non_finite_parameter()
                 raise ValueError(
                     f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite"
                     + (f", and neither is the guide's parameter '{bad}'" if bad else "")
@@ -230,8 +275,8 @@ class Pass:
 
     def _warn_of_bounds(self) -> None:
         """Warns once of each latent whose bounds data do touch, though its prior is taken for flat."""
-        for name, share in self.lost().items():
-            if share > _MOST_LOST and self.state.tells(f"{name}, bounds"):
+        for name, share in self.derived.lost().items():
+            if share > _MOST_LOST and self.state.network.tells(f"{name}, bounds"):
                 warn(
                     f"At these data {share:.1g} of what they leave of '{name}' lies outside of the bounds of its "
                     "prior, which was taken for flat: it is drawn within them, but no longer from the exact "
@@ -242,7 +287,7 @@ class Pass:
         """Warns once of each latent that is drawn from its prior where its exact conditional is not finite."""
         for name, each in finite.items():
             count = each.numel() - int(each.sum())
-            if count and self.state.tells(name):
+            if count and self.state.network.tells(name):
                 warn(
                     f"The exact conditional of '{name}' is not finite at {count} of its {each.numel()} instances, so "
                     "its prior stands in for it there. Look for infinite data and for scales near zero, and mask rows "

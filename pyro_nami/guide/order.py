@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import networkx as nx
 
@@ -17,21 +16,10 @@ from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.first_latents import first_ones
 from pyro_nami.guide.model_inverse import invert
 from pyro_nami.guide.options import check_names
+from pyro_nami.guide.plan import SamplingOrder
 from pyro_nami.program.flat_priors import improper_posterior, is_improper
 
-__all__ = ["SamplingOrder", "find_order"]
-
-
-class SamplingOrder(NamedTuple):
-    """The order in which latents are sampled, and the conditionals that are derived in it."""
-
-    inverse: Inverse
-    latents: list[str]  # in sampling order, without those that are drawn from the model
-    interleaved: bool  # whether one run of the model can draw them in that order
-    groups: dict[str, ConjugateGroup]  # latent -> the group that its conditional is derived with
-    refused: dict[str, str]  # latent -> why it has no exact conditional
-    lost: set[str]  # of these, latents that might have one if the model could be run for many draws
-    doubts: dict[str, str]  # latents with improper priors that may have no posterior -> why
+__all__ = ["find_order"]
 
 
 def find_order(
@@ -75,7 +63,7 @@ def find_order(
     if flaw and marginal:
         doubts.update(dict.fromkeys(marginal.members, flaw))
     doubts = {name: doubts[name] for name in improper if name in doubts and name not in groups}
-    return SamplingOrder(inverse, order, interleaved, groups, refused, lost, doubts)
+    return SamplingOrder(inverse, tuple(order), interleaved, groups, refused, lost, doubts)
 
 
 def _searched(

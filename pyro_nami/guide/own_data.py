@@ -16,7 +16,6 @@ import pyro
 import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_nami.guide.arguments import Arguments, Look, Looks
 from pyro_nami.guide.call import Call
@@ -29,7 +28,7 @@ from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng, untouched
 from pyro_nami.program.runner import is_fixed
 
-__all__ = ["OwnData", "leaves_of"]
+__all__ = ["OwnData"]
 
 
 class OwnData:
@@ -73,7 +72,7 @@ class OwnData:
             observations: values by site; those that are no observed sites are passed over.
             draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
         """
-        plan, leaves = self.plan, leaves_of(call)
+        plan, leaves = self.plan, call.program.leaves()
         kind = self._looks.kind(leaves)
         look = self._looks.known(kind)
         parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
@@ -82,7 +81,7 @@ class OwnData:
         given = call.values.keys()
         call = _from_arguments(call, plan, look.slots if look is not None else {})
         complete = all(name in call.values for name in plan.read)
-        alone = look is not None and complete and (plan.interleaved or not draws)
+        alone = look is not None and complete and (plan.sampling.interleaved or not draws)
         if not alone or plan.plates.subsampled or look is not None and look.varying:
             call = _from_run(call, plan, plates)
         if look is None:
@@ -93,7 +92,7 @@ class OwnData:
 
     def completed(self, call: Call) -> Call:
         """Returns a call whose values are known with its covariates and index maps."""
-        plan, leaves = self.plan, leaves_of(call)
+        plan, leaves = self.plan, call.program.leaves()
         if plan.columns:
             call = replace(call, covariates=self._covariates(call, leaves))
         if plan.map_plans:
@@ -104,12 +103,12 @@ class OwnData:
         """Returns the covariates of every site, probed anew only where the model's arguments changed."""
         if self._probed is not None and not call.indices and self._probed[0].are(leaves):
             return self._probed[1]
-        with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
+        with untouched(call.program.model), torch.no_grad(), pyro.validation_enabled(False):
             values = covariate_values(
                 self.plan.covariates,
                 self._option,
-                call.args,
-                call.kwargs,
+                call.program.args,
+                call.program.kwargs,
                 lambda reference: call.run(reference, broadcast=True),
                 call.lacking,
             )
@@ -125,17 +124,12 @@ class OwnData:
         return self._maps.read(call, leaves)
 
 
-def leaves_of(call: Call) -> list[Any]:
-    """Returns all that a call's arguments hold, and the names of those that have one."""
-    leaves = [*call.args, *call.kwargs.values(), *call.kwargs]
-    if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
-        leaves = tree_leaves(leaves)
-    return leaves
-
-
 def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
     """Returns what a run of the model has shown of a call, and of its ``own`` values, for others of its kind."""
-    arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    arguments: list[tuple[int | str, Any]] = [
+        *enumerate(call.program.args),
+        *call.program.kwargs.items(),
+    ]
     slots = {
         name: slot
         for name, value in own.items()
@@ -173,7 +167,7 @@ def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) 
 def _from_arguments(call: Call, plan: Plan, slots: Mapping[str, int | str]) -> Call:
     """The second source: arguments of the model that are known to be data."""
     found = {
-        name: call.argument(slots[name])
+        name: call.program.argument(slots[name])
         for name in (*plan.read, *plan.semi_observed)
         if name in slots and name not in call.values
     }

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.messages import warn
 from pyro_nami.parameters.conditioning import Plates, Read, plan_sources
-from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.parameters.factor_groups import Dependence, Factor
 from pyro_nami.parameters.free_parameters import MOST_COUPLED
 
 __all__ = ["block_of", "factor_of"]
@@ -61,14 +60,16 @@ def factor_of(
         node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
         for node, read in reads.items()
     }
-    autoregressive = first.within(name) == "autoregressive" and (
-        bool(joint) or family.autoregressive
-    )
-    autoregressive = autoregressive and not isinstance(family, CorrectionFamily)
-    # Splines in sequence make all elements depend on each other.
+    autoregressive = first.within(name) == "autoregressive" and family.coupling != "none"
     sequential = elements > 1 and autoregressive and any(map(any, parts.get(name, [[True]])))
-    stack = family.stack if sequential and name not in parts else None
-    linear = sequential and not first.options.simulated and type(family) is NormalFamily
+    linear = sequential and not first.options.simulated and family.coupling == "linear"
+    dependence: Dependence = "independent"
+    if sequential and family.stack is not None and name not in parts:
+        dependence = family.stack  # splines in sequence make all elements depend on each other
+    elif linear and elements <= MOST_COUPLED:
+        dependence = "linear"
+    elif sequential and not linear:
+        dependence = "sequential"
     if linear and elements > MOST_COUPLED:
         warn(
             f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
@@ -81,10 +82,8 @@ def factor_of(
         elements,
         family.num_params,
         family.num_features,
-        sequential and not linear and stack is None,
         plan_sources(batch, reads, frames, plates, joint),
         list(family.locations),
-        linear and elements <= MOST_COUPLED or stack is not None,
-        stack,
+        dependence,
         parts=parts,
     )

@@ -24,6 +24,7 @@ from pyro_nami.reading.index_maps.finder import MapPlan
 __all__ = [
     "Covariates",
     "Plan",
+    "SamplingOrder",
     "SitePlan",
     "differences",
     "missing_site",
@@ -42,6 +43,30 @@ class SitePlan(NamedTuple):
     encoding: Any = None
     initial: Tensor | None = None  # of a latent, the first instance of its initial value
     allows_nan: bool = False  # whether its distribution or mask allows for NaN in its data
+    is_masked: bool = False  # of a latent, whether the model masks it
+    bound: Factor | None = None  # of an observed site, what networks give for its bound
+
+
+class SamplingOrder(NamedTuple):
+    """The order in which latents are sampled, and the conditionals that are derived in it.
+
+    Attributes:
+        inverse: what each latent reads.
+        latents: in sampling order, without those that are drawn from the model.
+        interleaved: whether runs of the model can draw them in that order.
+        groups: latent -> the group that its conditional is derived with.
+        refused: latent -> why it is not drawn from an exact conditional.
+        lost: of these, latents that might have one if the model could be run for many draws at once.
+        doubts: latents with improper priors that may have no posterior -> why.
+    """
+
+    inverse: Inverse
+    latents: tuple[str, ...]
+    interleaved: bool
+    groups: Mapping[str, ConjugateGroup]
+    refused: Mapping[str, str]
+    lost: Collection[str]
+    doubts: Mapping[str, str]
 
 
 class Covariates(NamedTuple):
@@ -64,33 +89,48 @@ class Plan:
     """A guide's fixed structure."""
 
     bayesnet: BayesNet
-    inverse: Inverse
+    sampling: SamplingOrder
     plates: Plates
     sites: Mapping[str, SitePlan]
     # latent -> how it is drawn, for all that the guide emits, in model order
     rules: Mapping[str, Rule]
-    # latents drawn given what the inverse says that they read, in sampling order
-    order: tuple[str, ...]
-    # whether that is program order, so that one run of the model draws all latents
-    interleaved: bool
     read: tuple[str, ...]  # observed sites that some rule reads
     semi_observed: frozenset[str]  # latents that a call may observe
-    masked: bool  # whether the model masks latents
     names: frozenset[str]  # all sites of the model, deterministic ones included
     covariates: Covariates
     map_plans: tuple[MapPlan, ...]  # how a call's index maps are found
     factory: Mapping[str, Any]  # dtype and device of the networks
-    refused: Mapping[str, str]  # latent -> why it is not drawn from an exact conditional
-    # latents that might have one if the model could be run for many draws at once
-    lost: frozenset[str]
-    doubts: Mapping[str, str]  # latents with improper priors that may have no posterior -> why
-    bounds: Mapping[str, Factor]  # observed site -> what networks give for its bound
     vectorized: bool  # whether the model is one for one draw, and mapped over draws
 
     def for_many(self, model: Callable) -> Callable:
         """Returns the model as the plan's rules run it."""
         is_one = self.vectorized and not isinstance(model, Vectorized)
         return Vectorized(model, self.plates.nesting) if is_one else model
+
+    @property
+    def inverse(self) -> Inverse:
+        """The inverse that the guide is built on."""
+        return self.sampling.inverse
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The latents that are not drawn from the model, in sampling order."""
+        return self.sampling.latents
+
+    @property
+    def groups(self) -> Mapping[str, ConjugateGroup]:
+        """Latent -> the group that its conditional is derived with."""
+        return self.sampling.groups
+
+    @cached_property
+    def masked(self) -> bool:
+        """Whether the model masks latents."""
+        return any(site.is_masked for site in self.sites.values())
+
+    @cached_property
+    def bounds(self) -> dict[str, Factor]:
+        """Observed site -> what networks give for its bound."""
+        return {name: site.bound for name, site in self.sites.items() if site.bound is not None}
 
     @property
     def num_underived(self) -> tuple[int, int]:
@@ -109,11 +149,6 @@ class Plan:
         """The latents in whose distribution weights have a part: those of `learned`, and those with a bound's."""
         bounded = {name for name, group in self.groups.items() if group.bound}
         return frozenset(self.learned) | bounded
-
-    @cached_property
-    def groups(self) -> dict[str, ConjugateGroup]:
-        """The latents that are drawn from their exact conditional, with those that they are derived with."""
-        return {name: rule.group for name, rule in self.rules.items() if rule.group is not None}
 
     @cached_property
     def blocks(self) -> dict[str, str]:
@@ -165,7 +200,7 @@ class Plan:
         reads = (
             tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()
         )
-        return RuleNote(kind, reads, "" if kind == "exact" else self.refused.get(name, ""))
+        return RuleNote(kind, reads, "" if kind == "exact" else self.sampling.refused.get(name, ""))
 
     def features(self, name: str, value: Tensor) -> Tensor:
         """Returns the raw features of a site's value, ``(*batch, features)``."""
@@ -226,7 +261,9 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
         if a.plates != b.plates:
             yield f"Site '{name}' is in plates {_names(b.plates)}, not {_names(a.plates)}."
         shapes = [
-            each.sites[name].encoding.event_shape for each in (before, now) if name in each.order
+            each.sites[name].encoding.layout.event_shape
+            for each in (before, now)
+            if name in each.order
         ]
         if len(shapes) == 2 and shapes[0] != shapes[1]:
             yield f"Site '{name}' has the event shape {tuple(shapes[1])}, not {tuple(shapes[0])}."

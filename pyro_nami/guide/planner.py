@@ -26,9 +26,8 @@ from pyro_nami.guide.element_reads import element_reads
 from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
 from pyro_nami.guide.model_inverse import plan_reads
 from pyro_nami.guide.options import check_names
-from pyro_nami.guide.order import SamplingOrder
 from pyro_nami.guide.placing import block_of, factor_of
-from pyro_nami.guide.plan import Covariates, Plan, SitePlan
+from pyro_nami.guide.plan import Covariates, Plan, SamplingOrder, SitePlan
 from pyro_nami.guide.rules import Bounded, Exact, Learned, Located, Prior, Rule
 from pyro_nami.parameters.conditioning import Plates, Read, covariates_of, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
@@ -82,26 +81,20 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
             encoding = found.families.get(name)
             if name in first.data:
                 encoding = encoding or data_features(first, name)
-            sites[name] = _site_plan(first, name, encoding, name in emitted)
+            site = _site_plan(first, name, encoding, name in emitted)
+            sites[name] = site._replace(bound=found.bounds.get(name))
     return Plan(
         bayesnet=first.net,
-        inverse=order.inverse,
+        sampling=order._replace(groups=found.groups),
         plates=found.plates,
         sites=sites,
         rules=_rules(first, order, found, emitted),
-        order=tuple(order.latents),
-        interleaved=order.interleaved,
         read=tuple(name for name in first.data if name in used),
         semi_observed=first.semi_observed,
-        masked=any(own_mask(nodes[name]) is not None for name in emitted),
         names=frozenset(name for name, site in nodes.items() if site["type"] == "sample"),
         covariates=found.covariates._replace(columns=columns),
         map_plans=first.found.map_plans,
         factory=first.factory(order.latents),
-        refused=order.refused,
-        lost=frozenset(order.lost),
-        doubts=order.doubts,
-        bounds=found.bounds,
         vectorized=isinstance(first.program.model, Vectorized),
     )
 
@@ -216,6 +209,7 @@ def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> Sit
         encoding=encoding,
         initial=first_instance(site["value"], site) if emitted else None,
         allows_nan=name in first.data and allows_nan(site),
+        is_masked=emitted and own_mask(site) is not None,
     )
 
 
@@ -242,7 +236,7 @@ def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
         spec = spec.get(name)
     if spec is None and not first.options.simulated and type_of(site["fn"]).is_relaxed:
         spec = "normal"  # which has AutoNormal's among it, as a relaxed type has not
-    return make_family(spec, name, site["fn"], site["value"], first.within(name))
+    return make_family(spec, name, site["fn"], site["value"])
 
 
 def _learned(first: FirstCall, name: str, found: _Factors, anchored: bool) -> Learned:
@@ -287,7 +281,6 @@ def _anchored(
         name
         for name, family in families.items()
         if name not in first.found.hidden_randomness
-        and not isinstance(family, CorrectionFamily)
         and known(name)
         and family.anchor(first.nodes[name]["fn"]) is not None
     }

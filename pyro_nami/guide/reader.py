@@ -19,7 +19,7 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.exchangeable import Reading
 from pyro_nami.guide.memory import Memory
 from pyro_nami.guide.mode import Change, Data, Mode
-from pyro_nami.guide.own_data import OwnData, leaves_of
+from pyro_nami.guide.own_data import OwnData
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
 from pyro_nami.guide.trained_answer import TrainedAnswer, sites_of, target_of
@@ -27,6 +27,7 @@ from pyro_nami.messages import warn
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import signature_of
 from pyro_nami.program.surroundings import PLAIN, Surroundings
 from pyro_nami.program.vectorized import Vectorized, unmapped
@@ -113,10 +114,15 @@ class CallReader:
         trained = memory.mode is Mode.FIXED and memory.history.is_trained
         subsampled = bool(plan.plates.subsampled)
         predicts = trained and not given and backward is None
-        if predicts and not subsampled and self._has_call(call.model):
+        if predicts and not subsampled and self._has_call(call.program.model):
             return self._answer(call)
         own = self.own.values_of(call, plates, observations, draws)
-        if predicts and subsampled and self._has_call(call.model) and not self._reads_own_rows(own):
+        if (
+            predicts
+            and subsampled
+            and self._has_call(call.program.model)
+            and not self._reads_own_rows(own)
+        ):
             return self._answer(call, own)
         absent = [name for name in plan.read if name not in own.values and name not in own.lacking]
         if absent:
@@ -185,7 +191,8 @@ class CallReader:
         memory = self.memory
         if memory.call is None and memory.context is not None:
             args, kwargs, indices, values = memory.context
-            call = Call(model, args, kwargs, indices=indices, values=values, held=values)
+            program = Program(model, args, kwargs)
+            call = Call(program, indices=indices, values=values, held=values)
             memory.call = self.own.all_of(call)
         return memory.call is not None
 
@@ -198,7 +205,7 @@ class CallReader:
         memory = self.memory
         answer = memory.call
         assert answer is not None
-        answer = replace(answer, model=self._as_in_training(call.model))
+        answer = self._as_in_training(answer, call)
         target = self._target(answer, own or call)
         if not is_step:
             self._tell(target.notice)
@@ -214,9 +221,11 @@ class CallReader:
     def _surroundings(self, call: Call) -> Surroundings:
         """Returns the model's surroundings at a call: the latest ones, while nothing in them has changed."""
         objects = [
-            leaf for leaf in leaves_of(call) if not is_array(leaf) and not isinstance(leaf, PLAIN)
+            leaf
+            for leaf in call.program.leaves()
+            if not is_array(leaf) and not isinstance(leaf, PLAIN)
         ]
-        model = unmapped(call.model)
+        model = unmapped(call.program.model)
         kept = self._latest_surroundings
         if kept is None or not kept.are_of([model, *objects]):
             if self._written is None:
@@ -232,18 +241,18 @@ class CallReader:
     def _keys_written(self, call: Call, before: Surroundings) -> frozenset[Hashable]:
         """Returns the places that the model itself writes to, found by one run of it."""
         if before.has_data:
-            with suppress(Exception), untouched(call.model), torch.no_grad():
+            with suppress(Exception), untouched(call.program.model), torch.no_grad():
                 call.run(self.plan.initial, broadcast=True)
         return before.changed()
 
-    def _as_in_training(self, model: Callable) -> Callable:
-        """Returns the model with the surroundings of training: itself, if these have not changed."""
-        around = self.memory.surroundings
-        if around is None or not around.changed():
-            return model
-        found = around.around(unmapped(model))
-        is_mapped = isinstance(model, Vectorized)
-        return Vectorized(found, self.plan.plates.nesting) if is_mapped else found
+    def _as_in_training(self, answer: Call, call: Call) -> Call:
+        """Returns the call of training with the model of another call, in the surroundings of training."""
+        around, model = self.memory.surroundings, call.program.model
+        if around is not None and around.changed():
+            is_mapped = isinstance(model, Vectorized)
+            model = around.around(unmapped(model))
+            model = Vectorized(model, self.plan.plates.nesting) if is_mapped else model
+        return replace(answer, program=answer.program._replace(model=model))
 
     def _is_whole(self, site: str) -> bool:
         """Whether a site is in no plate of which the model takes a part."""
@@ -260,7 +269,7 @@ class CallReader:
         complete = all(name in own.values for name in plan.read)
         if not complete or answer is None:
             return False
-        answer = replace(answer, model=self._as_in_training(own.model))
+        answer = self._as_in_training(answer, own)
         hidden = self._target(answer, own).hidden  # as training had no such instances
         parts = [name for name in plan.rules if not self._is_whole(name) and name not in hidden]
         names = [name for name in parts if plan.data_of(name)]
@@ -321,7 +330,7 @@ class CallReader:
 
     def _target(self, answer: Call, call: Call) -> TrainedAnswer:
         """Returns how a call differs from the one that answers it; found anew where its arguments are others."""
-        leaves = leaves_of(call)
+        leaves = call.program.leaves()
         kept = self._latest_target
         if kept is None or kept[1] is not answer.values or not kept[0].are(leaves) or call.indices:
             before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
@@ -357,7 +366,7 @@ class CallReader:
             # draws for other data may lie outside of supports that these move
             _check_sizes(own, self.plan)
             return self._with_kept(own)
-        if not self._has_call(call.model):
+        if not self._has_call(call.program.model):
             if self.plan.read or self.plan.groups:
                 raise ValueError(_other_data(next(iter(self.plan.read or self.plan.groups))))
             return own
@@ -402,7 +411,7 @@ class CallReader:
             ValueError: where nothing else says what these data are.
         """
         memory, plan = self.memory, self.plan
-        known = self._has_call(call.model)
+        known = self._has_call(call.program.model)
         brings_none = not any(name in own.values for name in plan.read)
         if (
             known
@@ -441,7 +450,7 @@ class CallReader:
         plan = self.plan
         unseen: Collection[str] = ()
         _check_sizes(own, plan)
-        if self._has_call(own.model) and self.memory.call is not None:
+        if self._has_call(own.program.model) and self.memory.call is not None:
             target = self._target(self.memory.call, own)
             self._tell(target.notice)
             unseen = [name for name in target.fresh if name in plan.learned]
@@ -473,7 +482,7 @@ class CallReader:
             if parts.isdisjoint(plan.sites[site_of(node)].plates)
         }
         if call.moving:
-            values[_ARGUMENTS] = _joined(leaves_of(call))
+            values[_ARGUMENTS] = _joined(call.program.leaves())
         return self.memory.data_of(values)
 
     def _tell(self, notice: str) -> None:
@@ -485,13 +494,14 @@ class CallReader:
 
 def _with_plain_arguments_of(call: Call, other: Call) -> Call:
     """Returns a call with another call's numbers, flags, strings and None in place of its own such arguments."""
-    signature = signature_of(unmapped(other.model))
-    own = signature.bind(*call.args, **call.kwargs).arguments
-    bound = signature.bind_partial(*other.args, **other.kwargs)
+    signature = signature_of(unmapped(other.program.model))
+    own = signature.bind(*call.program.args, **call.program.kwargs).arguments
+    bound = signature.bind_partial(*other.program.args, **other.program.kwargs)
     for name, value in own.items():
         if not all(isinstance(leaf, PLAIN) for leaf in tree_leaves(value)):
             bound.arguments[name] = value
-    return replace(call, args=bound.args, kwargs=bound.kwargs)
+    program = call.program._replace(args=bound.args, kwargs=bound.kwargs)
+    return replace(call, program=program)
 
 
 def _joined(leaves: Sequence[Any]) -> Tensor:

@@ -152,7 +152,7 @@ class Learned(Rule):
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
-        factor, event_shape = self.factor, self.family.event_shape
+        factor, event_shape = self.factor, self.family.layout.event_shape
         if prior is not None and prior.event_shape != event_shape:
             raise ValueError(changed_event_shape(self.name, event_shape, prior.event_shape))
         for plate, dim, size in zip(factor.joint, self.dims, self.sizes):
@@ -165,7 +165,7 @@ class Learned(Rule):
             lambda: self._given(
                 current, current.state.fixed(self.name), family, batch_shape, anchor
             ),
-            current.state.path_share(self.name),
+            current.state.network.places[self.name].path_share,
         )
         return fn
 
@@ -258,7 +258,7 @@ class Located(Learned):
         fn = self._bent(near, current.state, dims)
         fn.fixed = (
             lambda: self._bent(near, current.state.fixed(self.name), dims),
-            current.state.path_share(self.name),
+            current.state.network.places[self.name].path_share,
         )
         return _expanded(fn, batch_shape)
 
@@ -318,7 +318,7 @@ class Bounded(Learned):
         conditionals, solved = super()._conditionals(current, state, dims), self._solved(current)
         if not isinstance(solved, InTurn):
             return conditionals
-        return ConditionalsInTurn(conditionals, solved.turns(self.name, self._known(current)), dims)
+        return ConditionalsInTurn(conditionals, solved.terms(self.name, self._known(current)), dims)
 
     def _solved(self, current: Pass) -> Any:
         assert self.group is not None

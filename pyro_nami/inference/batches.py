@@ -1,15 +1,14 @@
-"""Where batches of simulations come from: fresh simulations, worker processes, or a data set larger than memory."""
+"""Where batches of simulations come from: fresh simulations, or a data set that may be larger than memory."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
 import pyro
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.processes import Processes
@@ -19,7 +18,7 @@ from pyro_nami.program.isolation import forked_rng
 
 __all__ = ["Arguments", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
-_HELD_OUT_SEED = 1_618_033_988  # apart from the training's
+HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
 
 Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
 Arguments = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
@@ -44,6 +43,11 @@ class Simulations(NamedTuple):
         """Returns the number of simulations in a step."""
         return self.batch_size(step) if callable(self.batch_size) else self.batch_size
 
+    def at_start(self) -> Simulator:
+        """Returns the simulator at the arguments of the first step."""
+        args, kwargs = self.arguments(0)
+        return self.simulator.at(*args, **kwargs)
+
     def fresh(self, step: int, size: int | None = None) -> Batch:
         """Returns the batch of a step, with Pyro's random numbers."""
         args, kwargs = self.arguments(step)
@@ -60,22 +64,18 @@ class Simulations(NamedTuple):
         """Returns the batch of a step from values made before; see `as_draws`."""
         return Batch(*self.arguments(step), as_draws(values, self.simulator))
 
-    def batched(self, data: Any, epochs: _Epochs | None = None) -> Iterable[Any]:
-        """Returns the batches of all simulations at once; themselves where batches are given."""
-        if not are_all(data):
-            return data
-        return _Whole(as_draws(data, self.simulator), self.size, epochs)
-
     def held_out(self, given: Any) -> Callable[[], Iterable[Batch]] | None:
         """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
         if given is None:
             return None
         if isinstance(given, int):
             with forked_rng():
-                pyro.set_rng_seed(_HELD_OUT_SEED)
+                pyro.set_rng_seed(HELD_OUT_SEED)
                 batches = list(self.total(given))
             return lambda: batches
-        kept = list(given) if isinstance(given, Iterator) else self.batched(given)
+        if are_all(given):
+            given = as_draws(given, self.simulator).in_batches(self.size(0))
+        kept = list(given) if isinstance(given, Iterator) else given
         return lambda: (self.given(values, i) for i, values in enumerate(kept))
 
 
@@ -95,83 +95,57 @@ def stream_of(
     simulations: Simulations,
     steps: range,
     data: Any,
-    num_workers: int,
     state: Mapping[str, Any],
     processes: Processes,
     renew: Renew | None = None,
 ) -> Stream:
-    """Returns the batches of ``steps``: of a data set, of workers, or simulated when they are asked for.
+    """Returns the batches of ``steps``, of a data set or simulated when they are asked for.
 
-    ``state`` is that of the stream to go on with; empty: none. A data set ends when that of one process does. All
-    simulations at once may be made others by ``renew`` after each epoch, which is given what it is to know to go on.
+    Args:
+        simulations: the model's simulations.
+        steps: the steps that are ahead.
+        data: simulations made before, see `as_draws`; None: none. They end when those of one process do.
+        state: of the stream to go on with; empty: none.
+        processes: the processes that train together.
+        renew: makes other simulations of all at once after each epoch, given a dict to note its own state in.
     """
-    if data is not None:
-        place = dict(state) if "epoch" in state else {}
-        batches = _epochs(simulations.batched(data, _Epochs(renew, place)), place)
-        return Stream(_read(simulations, steps, batches, processes), place)
-    if num_workers == 0:
+    if data is None:
         return Stream(map(simulations.fresh, steps), {})
-    seed = state.get("seed") or int(torch.randint(1, 2**31, ()))
-    fork = "fork" in multiprocessing.get_all_start_methods()  # models are rarely picklable
-    loader: DataLoader = DataLoader(
-        _Seeded(simulations, seed),  # type: ignore[arg-type]
-        batch_size=None,
-        sampler=steps,
-        num_workers=num_workers,
-        multiprocessing_context="fork" if fork else None,
-        generator=torch.Generator("cpu"),  # else the loader would draw from the global one
-    )
-    return Stream(iter(loader), {"seed": seed})
+    place = dict(state)
+    if are_all(data):
+        data = _Shuffled(as_draws(data, simulations.simulator), simulations.size, renew, place)
+    return Stream(_read(simulations, steps, _epochs(data, place), processes), place)
 
 
-class _Epochs(NamedTuple):
-    """What epochs of training are: what makes other simulations of all behind each, and the place in the one now."""
+class _Shuffled:
+    """All simulations that there are, of which each iteration is an epoch: full batches, in a new order.
 
-    renew: Renew | None
-    place: dict[str, Any]
-
-
-class _Whole:
-    """All simulations that there are, in batches: in ``epochs`` of training, in a new order each, full ones alone.
-
-    An epoch's batches are of the size of its first step.
+    Args:
+        draws: the simulations.
+        size: from the number of steps done before an epoch to the size of its batches.
+        renew: makes other simulations of all, after an epoch.
+        place: where it notes what another one needs to go on alike.
     """
 
     def __init__(
-        self, draws: JointDraws, size: Callable[[int], int], epochs: _Epochs | None
+        self,
+        draws: JointDraws,
+        size: Callable[[int], int],
+        renew: Renew | None,
+        place: dict[str, Any],
     ) -> None:
-        self.draws = draws
-        self.size = size
-        self.shuffled = epochs is not None
-        self.renew, self.place = epochs or _Epochs(None, {})
-        if "latents" in self.place:
-            self.draws = draws._replace(latents=self.place["latents"])
+        self.draws = draws._replace(latents=place.get("latents", draws.latents))
+        self.size, self.renew, self.place = size, renew, place
 
     def __iter__(self) -> Iterator[JointDraws]:
         num, done = self.draws.num, self.place.setdefault("done", 0)
         size = min(num, self.size(done))
-        order = torch.randperm(num) if self.shuffled else torch.arange(num)
-        order = order[: max(size, num - num % size)] if self.shuffled else order
         if self.renew is not None:
             self.place["latents"] = self.draws.latents
-        for rows in order.split(size):
-            yield self.draws.select(rows)
-        self.place["done"] = done + self.shuffled * (len(order) // size)
+        yield from self.draws.in_batches(size, torch.randperm(num)[: num - num % size])
+        self.place["done"] = done + num // size
         if self.renew is not None:
             self.draws = self.renew(self.draws, self.place.setdefault("renewal", {}))
-
-
-class _Seeded:
-    """Simulations of which every step has a seed of its own, whichever process makes them."""
-
-    def __init__(self, simulations: Simulations, seed: int) -> None:
-        self.simulations, self.seed = simulations, seed
-
-    def __getitem__(self, step: int) -> Batch:
-        pyro.set_rng_seed((self.seed + step) % 2**32)
-        batch = self.simulations.fresh(step)
-        # not to go from process to process
-        return batch._replace(draws=batch.draws._replace(sites=None))
 
 
 def _read(
@@ -237,19 +211,17 @@ def as_draws(values: Any, simulator: Simulator) -> JointDraws:
             raise ValueError(
                 f"Expected a tensor for every site, {', '.join(map(repr, names))}; got none for '{name}'."
             )
-    values = {name: as_tensor(name, values[name], simulator.like[name]) for name in names}
-    for name, (batch, event) in simulator.ranks.items():
-        if values[name].dim() == 1 + batch + event:
-            idle = (1,) * (simulator.nesting - batch)
-            values[name] = values[name].reshape(len(values[name]), *idle, *values[name].shape[1:])
     num = len(values[names[0]])
-    for name in names:
-        if values[name].dim() <= simulator.nesting or len(values[name]) != num:
+    found = {}
+    for name, site in simulator.single.items():
+        value, fn = as_tensor(name, values[name], site["value"]), site["fn"]
+        if value.dim() == 1 + len(fn.shape()):
+            idle = (1,) * (simulator.nesting - len(fn.batch_shape))
+            value = value.reshape(len(value), *idle, *value.shape[1:])
+        if value.dim() <= simulator.nesting or len(value) != num:
             raise ValueError(
                 f"Expected values of site '{name}' of shape (draws, *plates, *event), with {simulator.nesting} plate "
-                f"dims and as many draws as '{names[0]}', {num}; got {tuple(values[name].shape)}."
+                f"dims and as many draws as '{names[0]}', {num}; got {tuple(value.shape)}."
             )
-    latents, observed = (
-        {name: values[name] for name in part} for part in (simulator.latent, simulator.observed)
-    )
-    return JointDraws(latents, observed, simulator.nesting)
+        found[name] = value
+    return simulator.joint(found)

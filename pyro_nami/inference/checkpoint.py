@@ -21,7 +21,7 @@ __all__ = [
     "structure_of",
 ]
 
-_FORMAT = 1
+FORMAT = 1  # of the file; one more makes older files unreadable
 
 
 def save_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
     with open(beside, "wb") as file:
-        torch.save({**state, "format": _FORMAT}, file)
+        torch.save({**state, "format": FORMAT}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
@@ -61,8 +61,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"Expected a checkpoint of InferenceCompilation in '{path}'; got a file of another kind."
         ) from error
     found = state.get("format") if isinstance(state, dict) else None
-    if found != _FORMAT:
-        raise ValueError(f"Expected a checkpoint of format {_FORMAT} in '{path}'; got {found!r}.")
+    if found != FORMAT:
+        raise ValueError(f"Expected a checkpoint of format {FORMAT} in '{path}'; got {found!r}.")
     return state
 
 
@@ -103,6 +103,3 @@ def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
         f"Expected a checkpoint of this guide's structure; got one of another model or guide. They differ at {told}. "
         "Choose another path, or delete the file to start anew."
     )
-
-
-# ---- random number generators

@@ -132,7 +132,6 @@ class InferenceCompilation:
         *,
         data: Any = None,
         refresh: int = 0,
-        num_workers: int = 0,
         validation: Any = None,
         validate_every: int = 100,
         patience: int | None = None,
@@ -143,24 +142,18 @@ class InferenceCompilation:
     ) -> History:
         """Trains for a number of steps; for one, if all conditionals are derived and the guide has no weights.
 
-        With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones.
-        Where latents move, see ``refresh``, with the latest weights whose loss is not above the lowest by more than a
-        standard error of the difference, of which so much counts as the share that moved.
-        With a checkpoint that exists, training goes on from there, and on a CPU with as many processes to the same bits
-        as without the interruption; delete the file to start anew.
+        With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones; see
+        `Trainer.validate` for latents that move. With a checkpoint that exists, training goes on from there, on a CPU
+        with as many processes to the same bits as without the interruption; delete the file to start anew.
 
         Args:
             steps: number of steps, those before the checkpoint included.
             args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them.
-            data: simulations made before: all of them, which are shuffled into batches, as `JointDraws`, site -> values
-                ``(draws, *plates, *event)`` of latents and observed sites, or a `TensorDataset` of these in model
-                order; or any iterable of batches of these kinds, which is read again from the start when it ends, but
-                an iterator ends the training. Of many processes each reads its own, by a `DistributedSampler` say.
-            refresh: draws of the guide that latents of ``data``, given all at once, are to be exchanged for after
-                epochs, such that they go on to be draws given their data, and are not overfit; see `latent_moves`.
-            num_workers: processes that simulate ahead, for models that are slow; 0: none.
-            validation: number of held-out simulations, the same in every run; or those given, as in ``data``.
-            validate_every: steps between validations.
+            data: simulations made before, all at once or an iterable of batches, in a form that `as_draws` takes. All
+                are shuffled into batches; batches are read again from the start, but an iterator ends the training. A
+                `DataLoader` with workers simulates ahead, for models that are slow.
+            refresh: draws of the guide that latents of ``data``, given all at once, may move to after an epoch.
+            validation, validate_every: number of held-out simulations, or the simulations; steps between validations.
             patience: validations without others to keep after which training ends.
             checkpoint: file to write to and to go on from.
             checkpoint_every: steps between checkpoints; one more comes at the end.
@@ -182,17 +175,11 @@ class InferenceCompilation:
         ahead = range(len(trainer.history.losses), steps)
         renew = None
         if refresh:
-            own_args, own_kwargs = arguments(0)
-            renew = LatentMoves(trainer.simulator.at(*own_args, **own_kwargs), self.guide, refresh)
-        stream = stream_of(simulations, ahead, data, num_workers, place, trainer.processes, renew)
+            renew = LatentMoves(simulations.at_start(), self.guide, refresh)
+        stream = stream_of(simulations, ahead, data, place, trainer.processes, renew)
+        log = callback(tracker)
         plan = _Schedule(
-            ahead,
-            validate_every,
-            patience,
-            checkpoint,
-            checkpoint_every,
-            callback(tracker),
-            progress,
+            ahead, validate_every, patience, checkpoint, checkpoint_every, log, progress
         )
         _train(trainer, stream, held_out, plan)
         return trainer.history
@@ -282,14 +269,10 @@ def _resume(
     Random numbers go on as well; where another number of processes goes on, from the first's, anew in the others.
     """
     processes = trainer.processes
-    found = (
-        None
-        if checkpoint is None or not (processes.first and Path(checkpoint).exists())
-        else checkpoint
-    )
-    checkpoint, saved = processes.of_first(
-        (checkpoint, {} if found is None else load_checkpoint(found))
-    )
+    saved: dict[str, Any] = {}
+    if checkpoint is not None and processes.first and Path(checkpoint).exists():
+        saved = load_checkpoint(checkpoint)
+    checkpoint, saved = processes.of_first((checkpoint, saved))
     trainer.load(saved)
     parts = [saved, *saved.get("others", ())]
     own = parts[processes.rank] if len(parts) == processes.size else {}

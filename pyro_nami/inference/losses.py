@@ -15,7 +15,9 @@ from pyro_nami.program.runner import takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 
-_LARGE = 1e6  # nats
+# Loss in nats from which on it grows by its logarithm. At ten times less, the losses of long time series are bent; at
+# ten times more, one simulation of a heavy tail outweighs more of the others.
+LARGE = 1e6
 
 
 class CompilationLoss(nn.Module):
@@ -75,8 +77,8 @@ class CompilationLoss(nn.Module):
                 f"Expected log densities of shape ({draws.num},) of the guide; got {tuple(log_prob.shape)}."
             )
         # of which one may be at the end of what is a number
-        beyond = (-log_prob / _LARGE).clamp(min=1)
-        return torch.where(beyond > 1, _LARGE * (1 + beyond.log()), -log_prob)
+        beyond = (-log_prob / LARGE).clamp(min=1)
+        return torch.where(beyond > 1, LARGE * (1 + beyond.log()), -log_prob)
 
     def _are_same(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         before, before_by_name = self.arguments

@@ -36,8 +36,6 @@ from pyro_nami.program.runner import Runner
 
 __all__ = ["JointDraws", "Simulator"]
 
-_CHECKED = 5  # draws that are replayed one by one, at least
-
 
 class JointDraws(NamedTuple):
     """Draws from a model's joint distribution.
@@ -105,12 +103,9 @@ class Simulator:
         model: as given, or `Vectorized`, where only so one run gives all draws.
         nesting: plate dims of the model.
         latent, observed: names of the sites, in model order.
-        enumerates: whether the model marks sites for enumeration, which are drawn here.
+        single: latent or observed site -> its message in a run of one draw.
         vectorized: whether one run of the model gives all draws; False: one run a draw.
         trainable: names of parameters that the model reads and that require gradients.
-        device: of the first latent.
-        like: site -> an empty tensor of its values' dtype and device.
-        ranks: site -> numbers of its batch dims and event dims.
 
     Raises:
         ValueError: an unknown name, no latent or no observed site, batch dims outside plates, sampling that fails.
@@ -137,45 +132,29 @@ class Simulator:
         self.model = model
         self.args = tuple(args)
         self.kwargs = dict(kwargs or {})
-        given = dict.fromkeys((observed,) if isinstance(observed, str) else observed)
-        self.nesting, names = 0, tuple[str, ...]()
-        self.latent, self.observed = names, names  # until the first run tells
-        data: set[str] = set()  # that the model observes
-        self.enumerates = False
+        self.nesting = 0
+        self.single: dict[str, Any] = {}
+        data: set[str] = set()  # the sites that the model observes
 
         def note(site: Any) -> None:
             if site["is_observed"]:
                 data.add(site["name"])
-            self.enumerates |= site["infer"].get("enumerate") == "parallel"
 
         with forked_rng(), pyro.validation_enabled(False):  # draws may be NaN
             params = poutine.trace(param_only=True)
-            first = self._run(Extent(contexts=(params,)), choose=note)
-            names = tuple(name for name, site in first.items() if not site_is_factor(site))
-            for name in given:
-                if name not in names:
-                    known = ", ".join(map(repr, names))
-                    raise ValueError(
-                        f"Expected names of the model's sites, {known}, in observed; got '{name}'. Of sites that are "
-                        "deterministic, or a Delta, `amortize` makes data."
-                    )
-            self.nesting = plate_nesting(first.values())
-            self.observed = tuple(name for name in names if name in given or name in data)
-            self.latent = tuple(name for name in names if name not in self.observed)
-            self.trainable = tuple(
-                name for name, site in params.trace.nodes.items() if _is_trained(site)
-            )
-            self._check_sites(first)
-            fns = {name: first[name]["fn"] for name in (*self.latent, *self.observed)}
-            self.ranks = {name: (len(fn.batch_shape), fn.event_dim) for name, fn in fns.items()}
-            self.like = {
-                name: first[name]["value"].new_empty(0) for name in (*self.latent, *self.observed)
-            }
-            self.device = self.like[self.latent[0]].device
+            sites = self._run(Extent(contexts=(params,)), choose=note)
+            self.nesting = plate_nesting(sites.values())
+            self.single = {n: site for n, site in sites.items() if not site_is_factor(site)}
+            given = {observed} if isinstance(observed, str) else set(observed)
+            self.observed = tuple(name for name in self.single if name in data | given)
+            self.latent = tuple(name for name in self.single if name not in self.observed)
+            self._check_sites(sites, given)
             target, reason = run_for_many(
-                self.target, lambda target: self._as(target)._difference(first)
+                self.target, lambda target: self._of(target.model)._difference(sites)
             )
-            self.model = target.model
+        parameters = params.trace.nodes.items()
+        self.trainable = tuple(name for name, site in parameters if _is_trained(site))
+        self.model = target.model
         self.vectorized = reason is None
         if reason is not None:
             warn(
@@ -183,6 +162,16 @@ class Simulator:
                 "which is slow. Write the model for batch dims on the left: `alpha[..., index]` for `alpha[index]`, "
                 "`w @ X.mT` for `X @ w`, dims counted from the right, `torch.where` for `if`."
             )
+
+    @property
+    def enumerates(self) -> bool:
+        """Whether the model marks sites for enumeration, which are drawn here."""
+        return any(site["infer"].get("enumerate") == "parallel" for site in self.single.values())
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first latent."""
+        return self.single[self.latent[0]]["value"].device
 
     def draw(
         self, num: int, *, keep_sites: bool = False, latents: Mapping[str, Tensor] | None = None
@@ -202,24 +191,25 @@ class Simulator:
             raise ValueError(f"Expected a positive number of draws; got {num!r}.")
         if self.vectorized:
             sites = self._batch(num, latents)
-            draws = {name: sites[name]["value"] for name in (*self.latent, *self.observed)}
-        else:
-            given = [
-                {name: value[i] for name, value in (latents or {}).items()} for i in range(num)
-            ]
-            runs = [self._run(values=values) for values in given]
-            draws = {
+            values = {name: sites[name]["value"] for name in self.single}
+            return self.joint(values)._replace(sites=sites if keep_sites else None)
+        given = [{name: value[i] for name, value in (latents or {}).items()} for i in range(num)]
+        runs = [self._run(values=values) for values in given]
+        return self.joint(
+            {
                 name: torch.stack(
                     [with_idle_dims(run[name]["value"], run[name], self.nesting, 0) for run in runs]
                 )
-                for name in (*self.latent, *self.observed)
+                for name in self.single
             }
+        )
+
+    def joint(self, values: Mapping[str, Tensor]) -> JointDraws:
+        """Returns values of all latents and observed sites as joint draws."""
         latents, observed = (
-            {name: draws[name] for name in part} for part in (self.latent, self.observed)
+            {name: values[name] for name in part} for part in (self.latent, self.observed)
         )
-        return JointDraws(
-            latents, observed, self.nesting, sites if keep_sites and self.vectorized else None
-        )
+        return JointDraws(latents, observed, self.nesting)
 
     def at(self, *args: Any, **kwargs: Any) -> Simulator:
         """Returns a simulator of the same model at other arguments (other plate sizes, say), not checked again."""
@@ -250,7 +240,7 @@ class Simulator:
         # Draws may be NaN, which distributions that the model makes can be told not to refuse in no other way.
         with torch.no_grad(), pyro.validation_enabled(False):
             sites = self.target.run_model(extent, runner)
-        for name in (*self.latent, *self.observed):
+        for name in self.single:
             if name not in sites:
                 raise ValueError(
                     f"Expected the same sites in every run of the model; one run lacks '{name}'."
@@ -274,8 +264,14 @@ class Simulator:
                 )
         return sites
 
-    def _check_sites(self, sites: Mapping[str, Any]) -> None:
-        """Raises for what no simulation can be made of."""
+    def _check_sites(self, sites: Mapping[str, Any], given: set[str]) -> None:
+        """Raises where no simulations can be made, or a name that a user has given is no site's."""
+        for name in sorted(given - self.single.keys()):
+            known = ", ".join(map(repr, self.single))
+            raise ValueError(
+                f"Expected names of the model's sites, {known}, in observed; got '{name}'. Of sites that are "
+                "deterministic, or a Delta, `amortize` makes data."
+            )
         for role, names in (("latent", self.latent), ("observed", self.observed)):
             if not names:
                 raise ValueError(
@@ -289,35 +285,29 @@ class Simulator:
                     f"Simulations know nothing of the factor '{name}': they are of the model without it."
                 )
 
-    def _as(self, target: Target) -> Simulator:
+    def _of(self, model: Callable) -> Simulator:
         """Returns a simulator of another model, with the same sites."""
         other = copy.copy(self)
-        other.model = target.model
+        other.model = model
         return other
 
-    def _difference(self, first: Mapping[str, Any]) -> str | None:
+    def _difference(self, sites: Mapping[str, Any]) -> str | None:
         """Returns where a vectorized run goes wrong, found by replaying its draws one by one; None if nowhere."""
-        num = few_draws(first.values(), _CHECKED)
+        num = few_draws(sites.values())
         try:
             batch = self._batch(num)
-            values = [
-                {
+
+            def alone_at(draw: int) -> dict[str, Tensor]:
+                values = {
                     name: batch[name]["value"][draw].reshape(site["fn"].shape())
-                    for name, site in first.items()
-                    if not site_is_factor(site)
+                    for name, site in self.single.items()
                 }
-                for draw in range(num)
-            ]
-            wrong = differing_site(
-                _log_densities(batch),
-                range(num),
-                lambda draw: _log_densities(self._run(values=values[draw])),
-            )
-            if wrong is not None:
-                return f"the log density of site '{wrong}' differs from that in a run of one draw"
+                return _log_densities(self._run(values=values))
+
+            wrong = differing_site(_log_densities(batch), range(num), alone_at)
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             return in_one_line(error)
-        return None
+        return wrong and f"the log density of site '{wrong}' differs from that in a run of one draw"
 
 
 def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -23,7 +23,6 @@ from pyro_nami.program.runner import own_dims
 
 __all__ = ["Simulated", "SimulatorModel", "from_simulator", "with_drawn_data"]
 
-_ROWS = 7  # of a trial, where simulators that take one row are likely to fail
 _BY_ROWS = "One that takes one row is called by lambda theta: torch.stack([simulate(row) for row in theta])."
 
 
@@ -173,8 +172,9 @@ def from_simulator(prior: Distribution, simulator: Callable[[Tensor], Any]) -> S
             f"Expected a prior of one draw, of batch shape (); got {tuple(prior.batch_shape)}. Use "
             f"prior.to_event({len(prior.batch_shape)}) or torch.distributions.Independent."
         )
+    rows = prior.event_shape.numel() + 1  # a number that is not a size of one row
     with torch.random.fork_rng():
-        shape = _simulated(simulator, prior.sample((_ROWS,))).shape[1:]
+        shape = _simulated(simulator, prior.sample((rows,))).shape[1:]
     return SimulatorModel(functools.partial(_black_box, prior, simulator, shape), {"x": len(shape)})
 
 

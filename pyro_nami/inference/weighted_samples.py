@@ -30,8 +30,8 @@ __all__ = [
     "warn_of_bad",
 ]
 
-# k-hat: finite variance below the first, no usable estimate above the second
-K_GOOD, K_MAX = 0.5, 0.7
+K_GOOD = 0.5  # k-hat below which the weights' variance is finite
+K_MAX = 0.7  # k-hat above which no practical number of draws gives a stable estimate
 
 
 class Pool(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from pyro_nami.parameters.conditioning import (
 )
 
 __all__ = [
+    "Dependence",
     "Factor",
     "InputColumns",
     "NetworkStep",
@@ -40,6 +41,9 @@ __all__ = [
 _MOST_PSEUDO_INPUTS, _MOST_PSEUDO_ROWS = 128, 8192
 
 
+Dependence = Literal["independent", "sequential", "linear"] | tuple[int, int]
+
+
 class Factor(NamedTuple):
     """One latent's place in the networks."""
 
@@ -49,17 +53,26 @@ class Factor(NamedTuple):
     num_elements: int  # those of its instances in ``joint``, one after the other
     num_params: int  # parameters an element, of its family
     num_features: int  # features an element
-    sequential: bool  # whether elements are drawn one by one, given those before
     sources: tuple[Source, ...]  # what it reads
     # which of an element's parameters are locations, relative to the anchor; a list
     locations: Sequence[int] = ()
-    coupled: bool = False  # whether elements come all at once of noise that depends on each other
-    # by how many splines of how many bins if so; by a linear map if None
-    stack: tuple[int, int] | None = None
+    # How elements depend on each other: not at all; drawn one by one, given those before; or drawn at once, from noise
+    # that a linear map couples, or splines in sequence, (how many, of how many bins).
+    dependence: Dependence = "independent"
     # those of it that instances of its pooled sources are
     pseudo: tuple[PseudoObservations, ...] = ()
     # node -> which of its elements each element reads, if few
     parts: Mapping[Any, tuple[tuple[bool, ...], ...]] = {}
+
+    @property
+    def sequential(self) -> bool:
+        """Whether elements are drawn one by one, given those before."""
+        return self.dependence == "sequential"
+
+    @property
+    def coupled(self) -> bool:
+        """Whether elements come all at once of noise that depends on each other."""
+        return self.dependence not in ("independent", "sequential")
 
     @property
     def num_rows(self) -> int:
@@ -135,7 +148,7 @@ def plan_steps(
 
     Example:
         >>> y, z = Direct("y"), Direct("z")
-        >>> first = Factor("z", frozenset(), (), 1, 2, 1, False, sources=(y,))
+        >>> first = Factor("z", frozenset(), (), 1, 2, 1, (y,))
         >>> factors = [first, first._replace(name="w", sources=(y, z))]
         >>> [(step.columns[0].source, step.rows) for step in plan_steps(factors, {"z": 0, "w": 1}, {y: 3, z: 1})]
         [(Direct(node='y'), {'z': 2}), (Direct(node='z'), {'w': 2})]

@@ -48,13 +48,14 @@ def regress(
             continue
         inputs = state.inputs(group, 0, len(group.steps))
         numbers = torch.arange(group.mlp.out_features)
-        for factor in group.factors:
+        for place in group.places.values():
+            factor = place.factor
             if len(factor.locations) != 1 or factor.name not in targets or factor.pseudo:
                 # a regression on a set of one size would be taken for what instances say at any size
                 continue
             goal = to_sequence(targets[factor.name], dims[factor.name])
             both = concatenate([inputs, goal]).flatten(0, -2)
-            rows = group.locations(numbers, factor).tolist()
+            rows = place.locations(numbers).tolist()
             _regress_rows(
                 group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], group.reads
             )

@@ -23,6 +23,7 @@ __all__ = ["differing_site", "few_draws", "for_many", "of_rank", "takes_many"]
 
 # draws of a run for many that is compared with single runs; one would not show that draws are mixed up
 FEWEST_DRAWS = 3
+MANY_DRAWS = 16  # from which a run for many draws pays for a check or a set-up of its own
 # relative and absolute, of log densities; 1e-2 for other dtypes: what Newton's last step in single precision may leave
 TOLERANCE = {torch.float64: 1e-6}
 # rounding error of a sum of a few terms, in rounding errors of one value; ten times more hides small differences

@@ -245,7 +245,7 @@ class Surroundings:
         known = set(value.keys())
         if max(len(known), len(self._places)) > MOST_ITEMS:
             return []
-        for key in known:
+        for key in value:
             self._note_item(value, key)
 
         def more() -> _More:

@@ -114,13 +114,10 @@ def optimize_directly(
         call, (estimate,), *_ = guide.trajectory(*args, steps=0, **kwargs)
     leaves = {name: value.clone().requires_grad_() for name, value in estimate.items()}
     optimizing = OPTIMIZERS[optimizer]([*leaves.values()], lr=lr)
-    found = [{name: value.detach().clone() for name, value in leaves.items()}]
+    found = [estimate]
     for _ in range(steps):
-        with torch.enable_grad():
-            loss = -guide.elbo(call, leaves, samples)
-            gradients = torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
-        for leaf, gradient in zip(leaves.values(), gradients):
-            leaf.grad = gradient
+        for name, gradient in guide.gradient(call, leaves, samples).items():
+            leaves[name].grad = -gradient
         optimizing.step()
         found.append({name: value.detach().clone() for name, value in leaves.items()})
     return found

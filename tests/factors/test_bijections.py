@@ -45,12 +45,6 @@ SUPPORTS = {
         6,
         lambda y: y[..., LOWER[0], LOWER[1]],
     ),
-    "lower_triangular": (constraints.lower_triangular, 6, lambda y: y[..., LOWER[0], LOWER[1]]),
-    "unit_lower_cholesky": (
-        constraints.unit_lower_cholesky,
-        3,
-        lambda y: y[..., BELOW[0], BELOW[1]],
-    ),
     "positive_definite": (constraints.positive_definite, 6, lambda y: y[..., LOWER[0], LOWER[1]]),
     "cat": (
         constraints.cat([constraints.positive, constraints.unit_interval], -1, [1, 2]),
@@ -73,7 +67,7 @@ def test_values_lie_in_the_support_and_the_jacobian_is_autograds(name):
     oracle = torch.linalg.slogdet(matrix).logabsdet
     torch.testing.assert_close(bijection.log_abs_det_jacobian(x, y).sum(), oracle)
     # The layout sums to one number a value, whatever event dim the transform declares.
-    layout = UnconstrainedLayout(support, y.shape, y)
+    layout = UnconstrainedLayout(support, y.shape)
     batch = torch.randn(4, 2, length, dtype=torch.float64)
     values = layout.value(batch)
     assert values.shape == (4, 2) + y.shape and layout.log_abs_det is not None
@@ -106,7 +100,7 @@ def test_layouts_can_be_copied_and_pickled(name):
     support, length, _ = SUPPORTS[name]
     x = torch.randn(length, dtype=torch.float64)
     y = bijection_to(support)(x)
-    layout = UnconstrainedLayout(support, y.shape, y)
+    layout = UnconstrainedLayout(support, y.shape)
     for other in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
         torch.testing.assert_close(other.elements(y), x)
 
@@ -115,11 +109,11 @@ def test_an_improper_prior_on_ordered_vectors_is_covered():
     """Its support declares event dim 0, where Pyro's own guides fail."""
     prior = dist.ImproperUniform(constraints.positive_ordered_vector, (), (3,))
     value = torch.tensor([1.0, 2.0, 4.0])
-    layout = UnconstrainedLayout(prior.support, prior.event_shape, value)
+    layout = UnconstrainedLayout(prior.support, prior.event_shape)
     assert layout.num_elements == 3
     assert layout.log_abs_det(layout.elements(value), value).shape == ()
     two = prior.expand((2,)).to_event(1)
-    layout = UnconstrainedLayout(two.support, two.event_shape, value.expand(2, 3))
+    layout = UnconstrainedLayout(two.support, two.event_shape)
     assert layout.num_elements == 6 and layout.support.check(value.expand(5, 2, 3)).all()
 
 

@@ -16,9 +16,7 @@ def factor(batch: tuple[int, ...], dims=(), sizes=(), elements: int = 3):
     for size in sizes:
         count *= size
     coupling = torch.randn(count, count, dtype=torch.double).tril(-1)
-    layout = UnconstrainedLayout(
-        constraints.real_vector, torch.Size([elements]), params[..., 0].detach()
-    )
+    layout = UnconstrainedLayout(constraints.real_vector, torch.Size([elements]))
     elements = NormalElements(params, coupling=Coupling(LinearMap(coupling), dims, sizes))
     return SiteDistribution(elements, layout), coupling
 

@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 from torch.special import ndtr
 
 from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements
-from pyro_nami.factors.links import positive, raw_positive
+from pyro_nami.factors.links import positive
 from pyro_nami.factors.normals import (
     FlowElements,
     MixtureElements,
@@ -19,7 +19,6 @@ from pyro_nami.factors.normals import (
 )
 
 DTYPE = torch.float64
-ONE = torch.Size((1,))
 
 
 def mixture_cdf(x, params, anchor):
@@ -36,7 +35,7 @@ def test_a_mixture_draw_moves_with_its_parameters_as_its_quantile_does(seed, anc
     torch.manual_seed(seed)
     params = torch.randn(1, 9, dtype=DTYPE).requires_grad_()
     anchor = torch.tensor([[1.5, 2.0]], dtype=DTYPE) if anchored else None
-    x = MixtureElements(params, anchor).draw(ONE)
+    x = MixtureElements(params, anchor).rsample()
     (gradient,) = torch.autograd.grad(x.sum(), params)
     step, signs = 1e-5, torch.tensor([[1.0], [-1.0]], dtype=DTYPE)
     moved = params.detach() + step * (signs[:, :, None] * torch.eye(9, dtype=DTYPE)).flatten(0, 1)
@@ -57,7 +56,7 @@ def test_a_mixture_gives_the_gradient_of_an_expectation():
     oracle = torch.autograd.grad(
         (logits.softmax(-1) * (location**2 + softplus(raw) ** 2)).sum(), params
     )[0]
-    draws = MixtureElements(params).draw(torch.Size((40_000, 1)))
+    draws = MixtureElements(params).rsample((40_000,))
     parts = [
         torch.autograd.grad((part**2).mean(), params, retain_graph=True)[0]
         for part in draws.chunk(40)
@@ -69,7 +68,7 @@ def test_a_mixture_gives_the_gradient_of_an_expectation():
 
 def test_a_mixture_gradient_is_finite_in_single_precision_tails():
     params = torch.tensor([[0.0, 0.0, -30.0, 30.0, -2.0, 1.0]], requires_grad=True)
-    draws = MixtureElements(params).draw(torch.Size((5000, 1)))
+    draws = MixtureElements(params).rsample((5000,))
     (gradient,) = torch.autograd.grad(draws.sum(), params)
     assert gradient.isfinite().all()
 
@@ -113,7 +112,7 @@ def test_sinh_arcsinh_of_equal_tails_is_that_of_jones_and_pewsey(slope):
 def test_sinh_arcsinh_draws_have_its_density(left, right):
     """The histogram of draws against the integral of the density; and both ways to a density of a draw agree."""
     elements = bent(left, right)
-    draws = elements.draw(torch.Size((200_000, 1)))
+    draws = elements.rsample((200_000,))
     kept = elements.log_prob(draws)
     torch.testing.assert_close(elements.log_prob(draws.clone()), kept, rtol=1e-7, atol=1e-7)
     line = torch.linspace(-80, 80, 400_001, dtype=DTYPE)
@@ -209,11 +208,10 @@ def test_a_relaxed_one_hot_element_is_torchs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_positive_is_finite_with_finite_gradient_everywhere_and_has_an_inverse(dtype):
+def test_positive_is_finite_with_finite_gradient_everywhere(dtype):
     raw = torch.tensor([-1e3, -40.0, -1.0, 0.0, 3.0, 40.0, 1e3], dtype=dtype, requires_grad=True)
     value = positive(raw)
     (gradient,) = torch.autograd.grad(value.sum(), raw)
     for number in (value, value * value):
         assert (number > 0).all() and number.isfinite().all()
     assert gradient.isfinite().all()
-    torch.testing.assert_close(raw_positive(value)[1:-1], raw.detach()[1:-1])

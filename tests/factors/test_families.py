@@ -294,7 +294,6 @@ sequences = [name for name in ids if build(name)[0].num_elements > 1]
 @pytest.mark.parametrize("case", sequences)
 def test_sequential_draws_agree_with_the_dense_pass(case, anchored):
     family, prior, anchor, params = build(case, anchored=anchored, batch=(2,))
-    assert family.autoregressive
     conditionals = Linear(params, family)
     q = family.autoregressive_distribution(conditionals, anchor, torch.Size((2,)))
     assert (
@@ -331,11 +330,6 @@ def test_sequential_draw_without_gradients_is_scored_with_them():
         with torch.no_grad():
             value = q.sample()
         assert (assert_scored_alike(q, value, params) != 0).any()
-
-
-def test_within_independent_opts_out():
-    prior = CASES["normal-vector"][1]
-    assert not make_family(None, "z", prior, prior.sample(), within="independent").autoregressive
 
 
 # Densities ------------------------------------------------------------------------------------------------------------

@@ -109,8 +109,9 @@ def test_elements_in_sequence_are_reparametrized_through_those_before_them():
 
     def draw(start):
         pyro.set_rng_seed(3)
-        fn = SequentialElements(family(prior), walk(start), None, torch.Size(), (), ()).relaxed(0.5)
-        z = fn.draw(torch.Size([2]))
+        discrete = SequentialElements(family(prior), walk(start), None, torch.Size(), (), ())
+        fn = gumbel_softmax(discrete, 0.5)
+        z = fn.rsample()
         return z, fn.log_prob(z), fn.log_prob(z.clone())
 
     start, step = torch.tensor(0.2, requires_grad=True), 1e-6

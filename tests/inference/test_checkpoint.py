@@ -100,7 +100,6 @@ SESSIONS = {
         lambda: new(batch_size=lambda step: 20 if step > 4 else 8),
         lambda: {"data": Simulator(CHAIN, ZERO).draw(40), "refresh": 2},
     ),
-    "workers": (new, lambda: {"num_workers": 1}),
     "hand-written": (lambda: new(chain, guide=hand_written), dict),
     "varying arguments": (lambda: new_observed(moved), lambda: {"args": varying}),
 }

@@ -250,7 +250,7 @@ def test_observations_among_the_arguments_are_those_of_the_model_alone(exact):
     assert math.isfinite(compilation.step(observations={"y": torch.zeros(6)}))
 
 
-# ---- validation, offline data, workers, trackers
+# ---- validation, offline data, trackers
 
 
 class Recorder:
@@ -418,19 +418,6 @@ def test_batches_may_grow():
         assert seen == sizes
     with pytest.raises(ValueError, match="batch_size to be a positive number"):
         compiled(batch_size=lambda step: step)
-
-
-def test_workers_simulate_ahead_from_a_seed_a_step():
-    """Two workers and one give the same losses; they are fresh at every step."""
-    losses = []
-    for workers in (1, 2):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(5)
-        guide = AutoNaMIGuide(by_if)
-        compilation = InferenceCompilation(by_if, guide, Adam, batch_size=8)
-        with pytest.warns(UserWarning, match="one vectorized run"):
-            losses.append(compilation.fit(5, HALF, num_workers=workers, progress=False).losses)
-    assert losses[0] == losses[1] and len(set(losses[0])) == 5
 
 
 def test_a_model_that_cannot_be_vectorized_is_said_once():

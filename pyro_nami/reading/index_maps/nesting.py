@@ -22,9 +22,9 @@ __all__ = ["Nesting", "Route", "routes"]
 
 Key = tuple[str, str]
 
-# Random halves of a plate that verify its maps: a row that reads a wrong instance passes each with probability 1/2,
-# so one in 256 passes all; ten times more would spend the budget of runs.
-ROUNDS = 8
+# Fewest halves of a plate that verify its maps, with new values each: a row that follows the sign of a latent passes
+# each with probability 1/2, so one in 256 passes all. Ten times as many would spend the budget of runs.
+MIN_ROUNDS = 8
 
 
 class Route(NamedTuple):
@@ -128,7 +128,8 @@ class Nesting:
         """Returns the maps into a plate that align an edge that no run can test, or else one that a run refutes.
 
         Values of everything are redrawn, and then those of all sites in one half of the plate: nothing may move in the
-        other half. This is done some times, since a row that follows a wrong index may happen to follow the right one.
+        other half. The halves part every two instances. There are some at least, since a row that follows a wrong index
+        may happen to follow the right one.
         """
         probe = self.probe
         inside = self._inside(plate)
@@ -150,11 +151,12 @@ class Nesting:
         parents = {u for u, _ in aligned}
         data = [u for u in probe.order if u in probe.arguments and u in parents]
         names = [name for name in places if name not in self.hidden]
-        size = probe.sizes[plate]
+        number = torch.arange(probe.sizes[plate], device=probe.device)
+        bits = max(1, (len(number) - 1).bit_length())
         try:
-            for _ in range(ROUNDS):
+            for i in range(max(MIN_ROUNDS, bits)):
                 origin = probe.attempt(probe.redraw, self.latents, probe.first)
-                half = torch.randperm(size, device=probe.device) < size // 2
+                half = (number >> i % bits) & 1 == 1
                 for changed in (half, ~half):
                     run = probe.attempt(probe.redraw_rows, origin, places, changed, data)
                     for name in names:

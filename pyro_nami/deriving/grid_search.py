@@ -1,0 +1,216 @@
+"""The search for the box in which a log density is near its largest value, given the values alone.
+
+The box starts where the prior is, and moves and stretches until the density falls to all sides. Then
+it is widened if there are other modes, which coarser grids on the way have shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool2d
+
+from pyro_nami.deriving.grids import FLOOR
+
+__all__ = ["SIZE", "Box", "search"]
+
+SIZE = 33  # points along a side of the grid; the error falls with the fourth power
+DEPTH = 8.0  # nats below the maximum, to which the grid reaches; the share left out is exp(-DEPTH)
+STEP = 2 / (SIZE - 1)  # of the grid, of a side of 2
+MAX_SLOPE = 0.25  # of the second coordinate by the first, until the box is sheared
+MAX_GRIDS = 40  # tables of the log density until the search gives up
+MAX_WIDENED = 2  # times that the box is widened for other modes until the search gives up
+LONG_STEP = 4.0  # half sides by which a box grows to where the log density goes on rising
+LEAST_COVERED = 0.5  # share of the points of a side within DEPTH; the others are spent on nothing
+MAX_PEAKS = 8  # local maxima that are kept of a table
+CLIMB_ROUNDS, CLIMB_POINTS = 16, 5
+"""Rounds of a climb to a mode, which halve the search width, and points a side of each."""
+
+
+class Box(NamedTuple):
+    """A parallelogram in unconstrained space, the image of coordinates between -1 and 1.
+
+    Attributes:
+        center: ``(*batch, members)``.
+        sides: the place is center + sides @ coordinates; lower triangular, ``(*batch, members, members)``.
+    """
+
+    center: Tensor
+    sides: Tensor
+
+    @classmethod
+    def upright(cls, center: Sequence[Tensor], half: Sequence[Tensor]) -> Box:
+        """Returns a rectangle, by the center and half the length of its side for each member, ``(*batch)``."""
+        return cls(torch.stack(list(center), -1), torch.stack(list(half), -1).diag_embed())
+
+    def places(self, coordinates: Tensor) -> Tensor:
+        """Returns the places at coordinates ``(points, *batch, members)``."""
+        return self.center + (self.sides @ coordinates.unsqueeze(-1)).squeeze(-1)
+
+    def coordinates(self, places: Tensor) -> Tensor:
+        """Returns the coordinates of places ``(points, *batch, members)``."""
+        off = (places - self.center).unsqueeze(-1)
+        return torch.linalg.solve_triangular(self.sides, off, upper=False).squeeze(-1)
+
+    def where(self, kept: Tensor, other: Box) -> Box:
+        """Returns another box but where this one is kept, ``(*batch)``."""
+        center = torch.where(kept[..., None], self.center, other.center)
+        return Box(center, torch.where(kept[..., None, None], self.sides, other.sides))
+
+    def spanning(self, low: Tensor, high: Tensor) -> Box:
+        """Returns the box from and to other coordinates than -1 and 1, ``(*batch, members)``."""
+        center = self.places((low + high) / 2)
+        return Box(center, self.sides * ((high - low) / 2).unsqueeze(-2))
+
+
+class Peaks(NamedTuple):
+    """Local maxima of tables on grids, or where a climb leads from them.
+
+    Attributes:
+        cells: the parallelogram around each within one step of its grid, of batch shape ``(peaks, *batch)``.
+        heights: the log density, ``(peaks, *batch)``; -inf where there is no peak.
+    """
+
+    cells: Box
+    heights: Tensor
+
+    @classmethod
+    def of_table(cls, values: Tensor, box: Box) -> Peaks:
+        """Returns the highest local maxima of the log density ``(points, *batch)`` on the grid in a box."""
+        images = values.reshape(SIZE, -1, values[0].numel()).movedim(-1, 0)
+        is_peak = images == max_pool2d(images, 3, stride=1, padding=1)
+        is_peak = is_peak.movedim(0, -1).reshape(values.shape)
+        heights, index = values.where(is_peak, -torch.inf).topk(MAX_PEAKS, 0)
+        center = box.places(_grid(SIZE, box)[index])
+        sides = (box.sides * STEP).expand(*center.shape, -1)
+        return cls(Box(center, sides), heights)
+
+    def climbed(self, log_prob: Callable[[Tensor], Tensor]) -> Peaks:
+        """Returns where steps upwards lead, along grids that are halved around their highest points."""
+        box, heights = self
+        offsets = _grid(CLIMB_POINTS, box)
+        grid = offsets.reshape(-1, *(1,) * heights.dim(), offsets.shape[-1])
+        for _ in range(CLIMB_ROUNDS):
+            places = box.places(grid)
+            values = log_prob(places.flatten(0, 1)).reshape(places.shape[:-1])
+            heights, index = values.max(0)
+            best = offsets[index]
+            is_inner = (best.abs().amax(-1) < 1)[..., None, None]
+            box = Box(box.places(best), torch.where(is_inner, box.sides / 2, box.sides))
+        return Peaks(box, heights)
+
+
+class Found(NamedTuple):
+    """The end of a search.
+
+    Attributes:
+        box: where the log density is near its largest value, with batch shape ``(*batch)``.
+        table: the log density on the grid there, ``(points, *batch)``; that of a Normal where it is not found.
+        found: whether it is finite and a box holds all its modes, ``(*batch)``.
+    """
+
+    box: Box
+    table: Tensor
+    found: Tensor
+
+
+def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found:
+    """Returns the box in which a log density is near its largest value, and its table there.
+
+    Args:
+        log_prob: from places ``(points, *batch, members)`` to nats, ``(points, *batch)``; -inf where it is no number.
+        first: where the search begins; and the result where it finds nothing.
+        what: the name of the density, for the error.
+
+    Raises:
+        ValueError: where no box is found for one data set, or for any of several.
+    """
+    grid = _grid(SIZE, first)
+    grid = grid.reshape(-1, *(1,) * (first.center.dim() - 1), grid.shape[-1])
+    normal = -2 * DEPTH * grid.square().sum(-1)
+    box, peaks, num_widened = first, list[Peaks](), 0
+    flaw = "does not fall to all sides, or has modes far apart"
+    for _ in range(MAX_GRIDS):
+        values = log_prob(box.places(grid))
+        peaks.append(Peaks.of_table(values, box))
+        top = values.amax(0)
+        table = torch.where(top.isfinite(), values.clamp(min=top - FLOOR), normal)
+        following, fits = _moved(box, grid, table)
+        if bool(fits.all()):
+            following, fits = _widened(box, table, log_prob, peaks)
+            num_widened += 1
+            if bool(fits.all()):
+                return Found(box, table, top.isfinite())
+            if num_widened > MAX_WIDENED:
+                flaw = "has modes that are too narrow for one grid"
+                break
+        box = following
+    if fits.numel() == 1 or not bool(fits.any()):
+        raise ValueError(f"{what} {flaw}")
+    return Found(box.where(fits, first), table.where(fits, normal), fits & top.isfinite())
+
+
+def _moved(box: Box, grid: Tensor, table: Tensor) -> tuple[Box, Tensor]:
+    """Returns the box around the points within `DEPTH`, and where the present one does, ``(*batch)``."""
+    members = grid.shape[-1]
+    kept = table > table.amax(0) - DEPTH
+    fits = torch.ones_like(kept[0])
+    coordinates = grid.expand(*kept.shape, members)
+    if members == 2:
+        slope = _slope(grid, table)
+        fits = slope.abs() <= MAX_SLOPE
+        sides = box.sides.clone()
+        sides[..., 1, 0] += slope * sides[..., 1, 1]
+        first, second = coordinates.unbind(-1)
+        box, coordinates = Box(box.center, sides), torch.stack([first, second - slope * first], -1)
+    low = coordinates.where(kept[..., None], torch.inf).amin(0)
+    high = coordinates.where(kept[..., None], -torch.inf).amax(0)
+    by_axis = kept.unflatten(0, (SIZE,) * members)
+    lines = [by_axis.movedim(i, 0).reshape(SIZE, -1, *fits.shape).any(1) for i in range(members)]
+    line = torch.stack(lines, -1)
+    fits = fits & ~(line[0] | line[-1] | (line.sum(0) < LEAST_COVERED * SIZE)).any(-1)
+    low = low - torch.where(line[0], LONG_STEP, STEP)
+    high = high + torch.where(line[-1], LONG_STEP, STEP)
+    return box.where(fits, box.spanning(low, high)), fits
+
+
+def _slope(grid: Tensor, table: Tensor) -> Tensor:
+    """Returns by how much the mean of the second coordinate moves with the first, ``(*batch)``."""
+    weights = table.softmax(0)
+    first, second = grid.unbind(-1)
+    off = first - (weights * first).sum(0)
+    variance = (weights * off.square()).sum(0)
+    slope = (weights * off * second).sum(0) / variance
+    return slope.where(variance > 0.5 * STEP**2, 0.0)
+
+
+def _widened(
+    box: Box, table: Tensor, log_prob: Callable[[Tensor], Tensor], peaks: Sequence[Peaks]
+) -> tuple[Box, Tensor]:
+    """Returns a box with room for modes outside of this one, and where there are none, ``(*batch)``."""
+    cells = Box(*(torch.cat(each) for each in zip(*(peak.cells for peak in peaks))))
+    heights = torch.cat([peak.heights for peak in peaks])
+    reach = torch.linalg.solve_triangular(box.sides, cells.sides, upper=False).abs().sum(-1)
+    away = ((box.coordinates(cells.center).abs() - reach) > 1).any(-1) & heights.isfinite()
+    some = away.flatten(1).any(1) if away.dim() > 1 else away
+    if not bool(some.any()):
+        return box, torch.ones_like(away[0])
+    found = Peaks(Box(*(each[some] for each in cells)), heights[some]).climbed(log_prob)
+    coordinates = box.coordinates(found.cells.center)
+    away = away[some] & (coordinates.abs() > 1).any(-1)
+    away = away & (found.heights > table.amax(0) - DEPTH)
+    coordinates = coordinates.where(away[..., None], 0.0)
+    low, high = coordinates.amin(0).clamp(max=-1), coordinates.amax(0).clamp(min=1)
+    room = (high - low) / 8
+    fits = ~away.any(0)
+    return box.where(fits, box.spanning(low - room, high + room)), fits
+
+
+def _grid(size: int, box: Box) -> Tensor:
+    """Returns the coordinates of an even grid, ``(points, members)``."""
+    line = torch.linspace(-1, 1, size, dtype=box.center.dtype, device=box.center.device)
+    members = box.center.shape[-1]
+    return torch.cartesian_prod(*[line] * members).reshape(-1, members)
