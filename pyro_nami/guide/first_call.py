@@ -22,6 +22,7 @@ from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passin
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, untouched
 from pyro_nami.program.many_draws import for_many
+from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.vectorized import Vectorized
@@ -29,7 +30,7 @@ from pyro_nami.reading.changes import moved
 from pyro_nami.reading.masked_latents import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
 
-__all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call", "first_instance"]
+__all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call"]
 
 PRIOR_DRAWS = 16
 
@@ -174,11 +175,7 @@ def first_call(
 
 def _stacks(nodes: Mapping[str, Any], net: BayesNet) -> dict[str, list]:
     """Returns site -> the frames of the vectorized plates around it."""
-    return {
-        name: [frame for frame in nodes[name]["cond_indep_stack"] if frame.vectorized]
-        for name in net.sites
-        if name in nodes
-    }
+    return {name: frames_of(nodes[name]) for name in net.sites if name in nodes}
 
 
 def _moved_by(
@@ -227,15 +224,6 @@ def _is_compiled() -> bool:
     while frame is not None and frame.f_globals.get("__name__") != "pyro.ops.jit":
         frame = frame.f_back
     return frame is not None or torch.jit.is_tracing()
-
-
-def first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:
-    """Returns a value with its first instance only, size 1, in the plates of its site."""
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized:
-            dim = frame.dim - site["fn"].event_dim
-            value = value.narrow(dim, 0, 1) if value.dim() >= -dim else value
-    return value
 
 
 def _plates(stacks: Collection[list], net: BayesNet, subsampled: Collection[str]) -> Plates:

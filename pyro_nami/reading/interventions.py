@@ -14,8 +14,9 @@ import torch
 from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
+from pyro_nami.program.plate_dims import any_along
 from pyro_nami.program.vectorized import unmapped
-from pyro_nami.reading.changes import any_along, moved, numbers_in, same_support, support_of
+from pyro_nami.reading.changes import moved, numbers_in, same_support, support_of
 from pyro_nami.reading.group_testing import Untested
 from pyro_nami.reading.probe import TRIES, Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker

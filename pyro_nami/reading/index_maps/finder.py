@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_nami.program.plate_dims import any_along, spread
 from pyro_nami.program.runner import RunModel
-from pyro_nami.reading.changes import any_along, moved, spread
+from pyro_nami.reading.changes import moved
 
 __all__ = ["NONE", "SEVERAL", "MapPlan", "Trial", "along", "completed", "find_maps", "maps_hold"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_nami.program.plate_dims import any_along, first_instance
 from pyro_nami.program.site_values import redraw
-from pyro_nami.reading.changes import any_along
 from pyro_nami.reading.index_maps.finder import NONE, SEVERAL, MapPlan, Trial, along, completed
 from pyro_nami.reading.index_maps.given import given_by_plates
 from pyro_nami.reading.index_maps.nesting import Nesting
@@ -171,17 +171,17 @@ class _Search:
             name for name in self.sites if name in self.nesting.latents and name not in plan.values
         ]
         return Trial(
-            run, plan, {name: self._first_instance(name, self.probe.base[name]) for name in held}
+            run,
+            plan,
+            {name: first_instance(self.probe.base[name], self.sites[name]) for name in held},
         )
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
-        fn = self.sites[name]["fn"]
-        first = redraw(fn, self.probe.base[name])
-        return self._first_instance(name, first), self._first_instance(name, redraw(fn, first))
-
-    def _first_instance(self, name: str, value: Tensor) -> Tensor:
-        """The value of the first instance in every plate, as ``(*1s, *event)``."""
-        return value[(slice(0, 1),) * (value.dim() - self.sites[name]["fn"].event_dim)]
+        """Two values of a latent's first instance that differ in every element."""
+        site = self.sites[name]
+        first = redraw(site["fn"], self.probe.base[name])
+        second = redraw(site["fn"], first)
+        return first_instance(first, site), first_instance(second, site)
 
     def _accept(self, plate: str, name: str, index: Tensor) -> str | None:
         """Takes what a target reads for a map, or a part of one: one instance a row, varying along one plate only.
