@@ -190,15 +190,6 @@ class Probe:
         self._check_sites(run)
         return run
 
-    def sample(self) -> Run:
-        """Runs the model with a fresh draw of every latent."""
-        return self.run(
-            {},
-            lambda msg: (
-                None if msg["is_observed"] else any_value(msg["fn"], self.base[msg["name"]])
-            ),
-        )
-
     def redraw(self, names: Iterable[str], origin: Run, other: Any = None) -> Run:
         """Repeats ``origin`` with other values at the sites ``names``.
 
