@@ -34,8 +34,8 @@ from pyro_nami.parameters.group_network import TooLargeError
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.isolation import random_layers, untouched
+from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import own_dims
 
 __all__ = ["assemble"]
 

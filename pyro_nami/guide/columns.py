@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall, first_instance
+from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates
 from pyro_nami.messages import warn
+from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
 
 __all__ = ["covariate_values", "find_covariates"]

@@ -41,7 +41,8 @@ from pyro_nami.messages import warn
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.runner import Runner, outer_sizes
+from pyro_nami.program.plate_dims import outer_sizes
+from pyro_nami.program.runner import Runner
 
 __all__ = ["densities", "draw", "draw_fresh", "hand_out", "is_predicting", "know_all", "start_pass"]
 

@@ -150,24 +150,4 @@ def _reads(
 
 def _moved(before: Any, after: Any, count: int) -> Tensor:
     """Returns which elements of a site, ``(count,)``, differ between its messages in two runs."""
-    same = after is not None and all(_equal(before[key], after[key]) for key in ("mask", "scale"))
-    if not same:
-        return torch.ones(count, dtype=torch.bool)
-
-    def bare(site: Any) -> dict[str, Any]:
-        return {
-            **site,
-            "fn": without(site["fn"], Independent) if count > 1 else site["fn"],
-            "mask": None,
-            "scale": 1.0,
-        }
-
-    return moved(bare(before), bare(after)).reshape(-1, count).any(0).cpu()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return (
-        torch.equal(a, b)
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-        else a is b or bool(a == b)
-    )
+    return moved(before, after, by_element=count > 1).reshape(-1, count).any(0).cpu()

@@ -39,8 +39,9 @@ from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import Runner, needs_arguments, own_dims, takes_observations
+from pyro_nami.program.runner import Runner, needs_arguments, takes_observations
 from pyro_nami.reading.covariates import column_of, plain_column
 
 __all__ = ["LazyGuide"]

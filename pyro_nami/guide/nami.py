@@ -35,8 +35,8 @@ from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
-from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, takes_many
-from pyro_nami.program.vectorized import unmapped
+from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, for_many
+from pyro_nami.program.vectorized import Vectorized, unmapped
 
 __all__ = ["AutoNaMIGuide"]
 
@@ -394,13 +394,11 @@ class AutoNaMIGuide(DensityGuide):
                 {**call.held, **self._drawn(replace(call, target=None))}
                 for _ in range(FEWEST_DRAWS)
             ]
-            program = call.program._replace(model=unmapped(call.program.model))
-            plans = plan, replace(plan, vectorized=True)
-            runs = (program._replace(model=each.for_many(program.model)) for each in plans)
-            able = (
-                each for each, run in zip(plans, runs) if takes_many(run, few, plan.plates.nesting)
-            )
-            self._many = plan, next(able, None)
+            model = plan.for_many(unmapped(call.program.model))
+            found = for_many(call.program._replace(model=model), few, plan.plates.nesting)
+            is_mapped = found is not None and isinstance(found.model, Vectorized)
+            many = plan if is_mapped == plan.vectorized else replace(plan, vectorized=is_mapped)
+            self._many = plan, None if found is None else many
         return self._many[1]
 
 

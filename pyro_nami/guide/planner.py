@@ -23,7 +23,7 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.bound_factors import bound_factors, in_turn, is_corrected
 from pyro_nami.guide.columns import find_covariates
 from pyro_nami.guide.element_reads import element_reads
-from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
+from pyro_nami.guide.first_call import FirstCall, data_features
 from pyro_nami.guide.model_inverse import plan_reads
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.placing import block_of, factor_of
@@ -33,6 +33,7 @@ from pyro_nami.parameters.conditioning import Plates, Read, covariates_of, nodes
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.first_run import allows_nan, is_transparent
 from pyro_nami.program.masks import own_mask
+from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.network import is_blocked
 

@@ -19,7 +19,7 @@ from torch.distributions import Distribution, Independent, TransformedDistributi
 from pyro_nami.factors.wrappers import base_of, layers
 from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.runner import own_dims
+from pyro_nami.program.plate_dims import own_dims
 
 __all__ = ["Simulated", "SimulatorModel", "from_simulator", "with_drawn_data"]
 

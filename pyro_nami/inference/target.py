@@ -32,7 +32,8 @@ from pyro_nami.inference.site_messages import (
     plate_nesting,
 )
 from pyro_nami.program.isolation import bounded_indices
-from pyro_nami.program.runner import Runner, own_dims, takes_observations
+from pyro_nami.program.plate_dims import own_dims
+from pyro_nami.program.runner import Runner, takes_observations
 from pyro_nami.program.site_values import any_value
 from pyro_nami.program.vectorized import Vectorized
 
