@@ -59,7 +59,7 @@ def improved(
     # the weights and their order take as much memory as 16 elements
     elements = max(16, sum(value[0, 0].numel() for value in drawn.samples.values()))
     most_draws = min(MAX_ELEMENTS // elements, _affordable(target, data_sets))
-    search = _Search(target, data_sets, drawn.num_samples, most_draws, progress)
+    search = _Improvement(target, data_sets, drawn.num_samples, most_draws, progress)
     drawn = replace(drawn, pool=Pool.none(drawn.log_evidence))
     unknown = bad & unknown.to(bad.device)
     parts = unknown.nonzero().squeeze(-1).split(max(1, most_draws // drawn.num_samples))
@@ -70,7 +70,7 @@ def improved(
     return search.resampled(drawn, bad.nonzero().squeeze(-1), min(4, search.most))
 
 
-class _Search(NamedTuple):
+class _Improvement(NamedTuple):
     """What the attempts to get better draws have in common."""
 
     target: Target

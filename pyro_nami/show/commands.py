@@ -21,7 +21,7 @@ from pyro_nami.graph.verification import verify_inverse
 from pyro_nami.guide.model_inverse import invert, with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.reading.interventions import is_blocked
-from pyro_nami.show.model_file import Failure, Found, find, told
+from pyro_nami.show.model_file import Failure, FoundModel, find, told
 from pyro_nami.show.report import COMMENTS, Report, inverse_report, network_report, verdict_report
 
 _PROGRAM = "pyro-nami"
@@ -225,11 +225,11 @@ def _blocks(text: str) -> list[list[str]]:
 # Each command returns its report and the exit code.
 
 
-def _inspect(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
+def _inspect(options: argparse.Namespace, found: FoundModel) -> tuple[Report, int]:
     return network_report(found.extraction), 0
 
 
-def _invert(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
+def _invert(options: argparse.Namespace, found: FoundModel) -> tuple[Report, int]:
     inverse, guide = _inverse(options, found)
     direction, blocks = options.inverse, options.blocks
     if guide is not None and direction == "auto":
@@ -239,7 +239,7 @@ def _invert(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
     return inverse_report(options.inverse, inverse, steps, rules), 0
 
 
-def _verify(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
+def _verify(options: argparse.Namespace, found: FoundModel) -> tuple[Report, int]:
     inverse, _ = _inverse(options, found)
     verdict = verify_inverse(inverse.net, inverse)
     well = verdict.minimal if options.minimal else bool(verdict)
@@ -247,7 +247,7 @@ def _verify(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
     return verdict_report(title, options.inverse, inverse, verdict), 0 if well else 1
 
 
-def _inverse(options: argparse.Namespace, found: Found) -> tuple[Inverse, AutoNaMIGuide | None]:
+def _inverse(options: argparse.Namespace, found: FoundModel) -> tuple[Inverse, AutoNaMIGuide | None]:
     """Returns the inverse that a guide with these options has, and the guide if it can be called.
 
     The guide of the inverse ``auto`` chooses an order in which more latents are exact.

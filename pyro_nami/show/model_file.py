@@ -5,7 +5,7 @@ Whatever goes wrong in a user's file ends here, as a `Failure` of one line.
 
 from __future__ import annotations
 
-__all__ = ["Failure", "Found", "find", "told"]
+__all__ = ["Failure", "FoundModel", "find", "told"]
 
 import contextlib
 import importlib
@@ -31,7 +31,7 @@ class Failure(Exception):
     """There is no answer; the message says why in one line."""
 
 
-class Found(NamedTuple):
+class FoundModel(NamedTuple):
     """A model with arguments, what was extracted from it, and the warnings that this gave, a line each."""
 
     model: Callable
@@ -49,7 +49,7 @@ def find(
     observed: Sequence[str],
     seed: int,
     checks: int,
-) -> Found:
+) -> FoundModel:
     """Imports the target's file and extracts the network of the model.
 
     The folder of a file (the current one, for a module) is on ``sys.path`` meanwhile. What importing it prints goes to
@@ -91,7 +91,7 @@ def find(
     if not extraction.bayesnet.sites:
         raise Failure(f"Expected a model with sample sites; got {target!r}, which has none.")
     messages = tuple(dict.fromkeys(_line(warning.message) for warning in caught))
-    return Found(model, positional, named, extraction, messages)
+    return FoundModel(model, positional, named, extraction, messages)
 
 
 def _arguments(
