@@ -14,7 +14,7 @@ class ConjugateGroup(NamedTuple):
     Attributes:
         members: the latents, in sampling order.
         children: observed sites that they are parents of.
-        form: of the conditionals: a name in `conjugate_forms.FORMS`, "enumeration", "Gaussian" for a joint block,
+        form: of the conditionals: a name in `exponential_families.FORMS`, "enumeration", "Gaussian" for a joint block,
             "Newton" for one whose density is concave, "quadrature" for one with one or two elements of that kind,
             "marginal" for what comes first, with all others integrated out, or "Bernoulli" for binary ones by bounds.
         bound: what stands for the likelihood of children that have one: "" for nothing, "bounded" for a bound (see

@@ -31,8 +31,13 @@ class Box(NamedTuple):
     """A parallelogram in unconstrained space, the image of coordinates between -1 and 1.
 
     Attributes:
-        center: ``(*batch, members)``.
-        sides: the place is center + sides @ coordinates; lower triangular, ``(*batch, members, members)``.
+        center: the place of coordinates 0, ``(*batch, members)``.
+        sides: lower triangular, ``(*batch, members, members)``; places are center + sides @ coordinates.
+
+    Example:
+        >>> box = Box.upright([torch.tensor(5.0)], [torch.tensor(2.0)])
+        >>> box.places(torch.tensor([[-1.0], [1.0]])).squeeze()
+        tensor([3., 7.])
     """
 
     center: Tensor
@@ -40,7 +45,7 @@ class Box(NamedTuple):
 
     @classmethod
     def upright(cls, center: Sequence[Tensor], half: Sequence[Tensor]) -> Box:
-        """Returns a rectangle, by the center and half the length of its side for each member, ``(*batch)``."""
+        """Returns a rectangle from the center and half the length of each side, ``(*batch)`` for each member."""
         return cls(torch.stack(list(center), -1), torch.stack(list(half), -1).diag_embed())
 
     def places(self, coordinates: Tensor) -> Tensor:
@@ -53,12 +58,12 @@ class Box(NamedTuple):
         return torch.linalg.solve_triangular(self.sides, off, upper=False).squeeze(-1)
 
     def where(self, kept: Tensor, other: Box) -> Box:
-        """Returns another box but where this one is kept, ``(*batch)``."""
+        """Returns this box where ``kept``, ``(*batch)``, and the other box elsewhere."""
         center = torch.where(kept[..., None], self.center, other.center)
         return Box(center, torch.where(kept[..., None, None], self.sides, other.sides))
 
     def spanning(self, low: Tensor, high: Tensor) -> Box:
-        """Returns the box from and to other coordinates than -1 and 1, ``(*batch, members)``."""
+        """Returns the box between two corners, given by coordinates in this box, ``(*batch, members)`` each."""
         center = self.places((low + high) / 2)
         return Box(center, self.sides * ((high - low) / 2).unsqueeze(-2))
 
