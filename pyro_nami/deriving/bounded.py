@@ -97,8 +97,9 @@ class LinearBernoulli(Expansion):
         return self
 
     def fit(self, sites: Mapping[str, Any]) -> None:
-        for name, slope in self.take(sites, again=self.differentiable, whole=True).items():
-            shape = self.shapes[name]
+        slopes = self.take(sites, again=self.differentiable, whole=True)
+        for name, slope in slopes.items():
+            shape = self.shape_of(name)
             prior: Any = innermost(self.priors[name])
             logits = prior.logits.expand(broadcast(slope.shape, shape)).reshape(shape)
             self.finite[name] = slope.isfinite()

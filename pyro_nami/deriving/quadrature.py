@@ -37,7 +37,6 @@ class Tabulated(Expansion):
 
     def __init__(self, *args: Any, near: Any, finer: int = 1) -> None:
         super().__init__(*args)
-        near = near.renewed()
         first, *second = self.group.members
         self._size = finer * (SIZE - 1) // len(self.group.members) + 1
         fn = near.conditional(first, {})
