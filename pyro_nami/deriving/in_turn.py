@@ -1,8 +1,8 @@
-"""Conditionals of binary latents that are drawn in turn: one that is drawn explains away what others are asked for.
+"""Conditionals of binary latents that are drawn one after another, so that drawn latents explain away the data.
 
-By a bound every latent has a probability q (`pyro_nami.deriving.bounded`). In turn a latent has the model's own log
-odds given all others: earlier latents at their values, later latents at q. The predictors of the children are linear
-in the latents, so one run of the model at zero and at all unit vectors says everything.
+A bound on the likelihood gives every latent a probability q (`pyro_nami.deriving.bounded`). A latent is then drawn by
+the model's own log odds, given earlier latents at their values and later latents at q. The predictors of the children
+are linear in the latents, so one run of the model, at zero and at all unit vectors, gives them for all values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Order(NamedTuple):
 
 
 class ChildTerm(NamedTuple):
-    """What one child says of the elements of a latent, in turn.
+    """The log odds that one child adds to each element of a latent.
 
     Attributes:
         density: from predictors ``(*, *batch, *event)`` to the child's log density ``(*, *batch)`` over the latent's
@@ -77,10 +77,10 @@ class InTurn(Expansion):
     """The conditionals of binary latents under bounds, each given those that are drawn before it.
 
     Args:
-        bounded: the conditionals by the bounds alone, solved.
-        sites: of the run that these were solved by.
+        bounded: the solved `LinearBernoulli`, whose conditionals are by the bounds alone.
+        sites: the sites of the run that ``bounded`` was solved from.
         orders: member -> the order of its elements.
-        observed: binary latents of the kind that the call observes, whose values get the dim of the points as well.
+        observed: binary latents that the call observes; their values are expanded along the dim of the points.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class InTurn(Expansion):
         return self._bounded.bernoulli(name, self._bounded.prior_logits[name], dims)
 
     def terms(self, name: str, before: Mapping[str, Tensor]) -> list[ChildTerm]:
-        """Returns what each child says of a member's elements, given values of members before it."""
+        """Returns for each child the log odds that it adds, given values of members drawn earlier."""
         return [self._term_of(name, child, before) for child in self._zero]
 
     def error(self) -> float:
