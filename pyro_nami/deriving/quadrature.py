@@ -106,9 +106,7 @@ class Tabulated(Expansion):
 
     def joint_slopes(self, sites: Mapping[str, Any], again: bool = False) -> dict[str, Tensor]:
         """Returns the slopes of the joint log density at all points, ``(points, *batch, *plates)``."""
-        slopes = self.take(
-            sites, again=again, whole=True, parts=[*self.group.members, *self.group.children]
-        )
+        slopes = self.take(sites, again=again, parts=[*self.group.members, *self.group.children])
         events = {name: len(self.priors[name].event_shape) for name in slopes}
         slopes = {
             name: slope.reshape(slope.shape[: slope.dim() - events[name]])
