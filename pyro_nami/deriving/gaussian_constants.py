@@ -161,7 +161,7 @@ def constants_of(
     block = JointGaussian(group, leading, nesting, False, sizes=sizes, at=at)
     with expanding():
         sites = run(block.points, block.until)
-    bases = {
+    bases: dict[str, Any] = {
         name: innermost(prior) for name, prior in block.priors.items() if name not in block.flat
     }
     if not all(type(base) is dist.Normal for base in bases.values()):

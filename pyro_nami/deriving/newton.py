@@ -273,7 +273,7 @@ class Newton(JointGaussian):
 
         Both are in deviations: ``place`` is the largest of an element.
         """
-        lengths = []
+        lengths: list[float] = []
 
         def choose(name: str, fn: Any) -> Tensor:
             normal = joint_normal(fn)

@@ -218,7 +218,7 @@ class Refutation:
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
         at = functools.partial(expansion_of(group), group, (1,) * self.nesting, self.nesting, False)
-        distances = GAUSSIAN_PROBED_AT if group.form == "Gaussian" else PROBED_AT
+        distances: Sequence[float] = GAUSSIAN_PROBED_AT if group.form == "Gaussian" else PROBED_AT
         distances = distances[:1] if only else distances
         here = at()
         reason = ""
@@ -334,7 +334,7 @@ class Refutation:
     def _flaw_about_mode(self, group: ConjugateGroup, run: Run) -> str:
         """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
         of = group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False
-        kind = functools.partial(Newton, *of, **({"at": self.starts(group)} if group.flat else {}))
+        kind = functools.partial(Newton, *of, at=self.starts(group))
         near = kind()
         sites = run(near)
         rows = max(
@@ -372,7 +372,7 @@ class Refutation:
 
     def _flaw_of_grid(self, group: ConjugateGroup, near: Newton, run: Run, rows: int) -> str:
         """Returns what speaks against a grid about a mode; empty if nothing does."""
-        grid = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
+        grid: Any = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
         if grid.count * rows > MOST_WORK:
             return "a grid for all rows of data is too large"
         rounding = sum(float(each.sum()) for each in near.rounding(run(near.mode())))

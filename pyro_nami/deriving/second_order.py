@@ -2,8 +2,8 @@
 
 For offsets x from the reference the children's log density is c + g . x - x . H x / 2. The prior of
 a member says x_k = B (x of earlier members) + d + S u with u ~ N(0, I). Slopes at the reference
-give g; slopes at unit offsets give H; prior locations there give B. For a flat prior u has infinite
-variance.
+give g. Their derivatives, taken in one run of the model, give H; those of the prior's locations
+give B. For a flat prior u has infinite variance.
 """
 
 from __future__ import annotations
@@ -105,11 +105,12 @@ class SecondOrder(Expansion):
         if again and len(self.priors) > 1:
             locs = {name: self._base(name).loc for name in self.priors}
             locs = {name: loc for name, loc in locs.items() if loc.requires_grad}
-            self._weights = {
-                name: torch.zeros_like(loc, requires_grad=True) for name, loc in locs.items()
-            }
-            # as numbers, since a traced tensor's shape is none that autograd can compare
-            options["more"] = [(loc * self._weights[name]).sum() for name, loc in locs.items()]
+            with derivatives():
+                self._weights = {
+                    name: torch.zeros_like(loc, requires_grad=True) for name, loc in locs.items()
+                }
+                # as numbers, since a traced tensor's shape is none that autograd can compare
+                options["more"] = [(loc * self._weights[name]).sum() for name, loc in locs.items()]
         return super().take(sites, again=again, **options)
 
     def levels_of(self, sites: Mapping[str, Any], child: str) -> list[Level]:
@@ -119,7 +120,10 @@ class SecondOrder(Expansion):
 
     def _read(self, sites: Mapping[str, Any], slopes: Mapping[str, Tensor]) -> None:
         """Takes H, g and the rows of the priors from a run, given slopes that can be differentiated again."""
-        inputs = {**self.values, **{("weight", name): w for name, w in self._weights.items()}}
+        inputs: dict[Any, Tensor] = {
+            **self.values,
+            **{("weight", name): w for name, w in self._weights.items()},
+        }
         units = {name: self._unit_offsets(name) for name in self.values}
         found = along_units(slopes, units, list(inputs.values()), self.differentiable)
         bends: dict[Any, Tensor] = dict(zip(inputs, found))
@@ -184,7 +188,7 @@ class SecondOrder(Expansion):
         if name in self.flat:
             loc = self.references[name].detach()
         else:
-            base = innermost(self.priors[name])
+            base: Any = innermost(self.priors[name])
             if name not in self.units:
                 return base
             loc = base.loc
