@@ -97,7 +97,7 @@ class LinearBernoulli(Expansion):
         return self
 
     def fit(self, sites: Mapping[str, Any]) -> None:
-        slopes = self.take(sites, again=self.differentiable, whole=True)
+        slopes = self.take(sites, again=self.differentiable)
         for name, slope in slopes.items():
             shape = self.shape_of(name)
             prior: Any = innermost(self.priors[name])

@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import pyro
-import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch.distributions import TransformedDistribution
@@ -152,14 +151,14 @@ class Expansion:
             return
         slopes: dict[str, Tensor] = {}
         if all(leaf.requires_grad for leaf in self.values.values()):
-            slopes = {name: each.detach() for name, each in self.take(sites, whole=True).items()}
+            slopes = {name: each.detach() for name, each in self.take(sites).items()}
         totals = torch.stack([self._total(sites, name) for name in self.group.children])
         self.measured = Measured(slopes, totals)
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child says something of the members, and the conditional is a proper one."""
         for child in self.group.children:
-            slopes = self.take(sites, again=True, whole=True, parts=[child])
+            slopes = self.take(sites, again=True, parts=[child])
             if not any(bool((slope != 0).any()) for slope in slopes.values()):
                 return False
         return True
@@ -194,7 +193,6 @@ class Expansion:
         sites: Mapping[str, Any],
         *,
         again: bool = False,
-        whole: bool = False,
         parts: Sequence[str] = (),
         more: Sequence[Tensor] = (),
     ) -> dict[str, Tensor]:
@@ -203,30 +201,22 @@ class Expansion:
         Args:
             sites: of the run.
             again: whether they are to be differentiated themselves.
-            whole: whether the form is not known to hold yet.
             parts: the children whose log density it is; by default all.
             more: further terms that add to the log density, of one element each.
         """
-        # a traced tensor's shape is none that autograd can compare
-        whole = whole or torch.jit.is_tracing()
         with derivatives():
             # Of sites that a call lacks there are no data.
             terms = [
-                self._term(sites, name, whole)
+                self.density(sites, name).sum()
                 for name in parts or self.group.children
                 if name in sites
             ]
-            terms += [(term, None) for term in more]
-            terms = [term for term in terms if term[0].requires_grad]
+            terms = [term for term in [*terms, *more] if term.requires_grad]
+            leaves = list(self.values.values())
             if not terms:
                 return {name: torch.zeros_like(leaf) for name, leaf in self.values.items()}
             slopes = torch.autograd.grad(
-                [output for output, _ in terms],
-                list(self.values.values()),
-                [cotangent for _, cotangent in terms],
-                create_graph=again,
-                retain_graph=again or whole,
-                materialize_grads=True,
+                terms, leaves, create_graph=again, retain_graph=True, materialize_grads=True
             )
         return dict(zip(self.values, slopes))
 
@@ -273,31 +263,6 @@ class Expansion:
                     -torch.inf, dtype=torch.get_default_dtype(), device=value.device
                 )
         return self.density(sites, name).detach().sum()
-
-    def _term(
-        self, sites: Mapping[str, Any], name: str, whole: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns an output and its cotangent, of which the slope of a site's log density is the product.
-
-        That is the log density, summed; or a Normal's location and weighted error, which takes half the time, if that
-        need not be the ``whole`` of it: its scale does not depend on the members.
-        """
-        site = sites[name]
-        fn = site["fn"]
-        value = without_gaps(site)
-        mask = site["mask"]
-        if whole or type(fn) is not dist.Normal:
-            return self.density(sites, name).sum(), None
-        cotangent = (value - fn.loc) * self.precision(sites, name)
-        if mask is not None:
-            cotangent = torch.where(torch.as_tensor(mask), cotangent, torch.zeros_like(cotangent))
-        return fn.loc.expand(cotangent.shape), cotangent
-
-    def precision(self, sites: Mapping[str, Any], name: str) -> Any:
-        """Returns a Normal site's precision, at its scale relative to that of the members; size 1 where it is one."""
-        precision = narrowed(sites[name]["fn"].scale).square().reciprocal()
-        weight = self.weight(sites, name)
-        return precision if weight is None else precision * weight
 
     def weight(self, sites: Mapping[str, Any], name: str) -> Any:
         """Returns the scale of a site relative to that of the members; None if it is the same."""

@@ -167,7 +167,7 @@ class ByStatistics(Expansion):
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         """Solves e1 T1' + e2 T2' = l' and e1 T1'' + e2 T2'' = l'', the latter along one direction in a simplex."""
-        leaf, slope = self.values[self._name], self.take(sites, again=True, whole=True)[self._name]
+        leaf, slope = self.values[self._name], self.take(sites, again=True)[self._name]
         z, along = leaf.detach(), torch.ones_like(leaf)
         if innermost(self.priors[self._name]).event_shape:
             along[..., -1] = 1.0 - leaf.shape[-1]

@@ -284,36 +284,36 @@ class Finder:
         return [part for part in shown if part]
 
     def _closed(self, names: Sequence[str]) -> list[str]:
-        """Returns latents without those that a latent outside of them depends on."""
+        """Returns latents without those that latents outside of them depend on, and without the largest of too many."""
         kept = list(names)
         while True:
-            bad = {name: self._children(name).difference(self._data(name), kept) for name in kept}
-            bad = {name: outside for name, outside in bad.items() if outside}
-            if not bad:
-                return self._small_enough(kept)
-            for name, outside in bad.items():
-                self.refused[name] = (
-                    f"'{min(outside)}' depends on it, which has no such conditional"
-                )
-            kept = [name for name in kept if name not in bad]
-
-    def _small_enough(self, names: list[str]) -> list[str]:
-        """Returns latents without the largest ones that would make the dense vector too long."""
-        while names:
-            depths, lifted = self._levels(names)
-            sizes = {
-                name: self._elements(name, False)
-                for name, depth in zip(names, depths)
-                if depth >= lifted
+            outside = {
+                name: self._children(name).difference(self._data(name), kept) for name in kept
             }
-            if sum(sizes.values()) <= MOST_DENSE:
-                return names
-            largest = max(sizes, key=sizes.__getitem__)
-            self.refused[largest] = (
-                f"a joint block of {sum(sizes.values())} elements has more than {MOST_DENSE}"
-            )
-            names = self._closed([name for name in names if name != largest])
-        return names
+            reasons = {
+                name: f"'{min(each)}' depends on it, which has no such conditional"
+                for name, each in outside.items()
+                if each
+            }
+            reasons = reasons or self._too_large(kept)
+            if not reasons:
+                return kept
+            self.refused.update(reasons)
+            kept = [name for name in kept if name not in reasons]
+
+    def _too_large(self, names: Sequence[str]) -> dict[str, str]:
+        """Returns the largest latent of a dense vector that is too long -> why it is refused; else nothing."""
+        depths, lifted = self._levels(names)
+        sizes = {
+            name: self._elements(name, False)
+            for name, depth in zip(names, depths)
+            if depth >= lifted
+        }
+        total = sum(sizes.values())
+        if total <= MOST_DENSE:
+            return {}
+        reason = f"a joint block of {total} elements has more than {MOST_DENSE}"
+        return {max(sizes, key=sizes.__getitem__): reason}
 
     def _is_block(self, names: Sequence[str], near: bool = True) -> bool:
         group = self._group(names)

@@ -116,7 +116,7 @@ class FromConstants(JointGaussian):
     def solve(self, sites: Mapping[str, Any]) -> None:
         constants = self._constants
         weights = {
-            name: self.precision(sites, name).double()[..., None, None]
+            name: _precision(self, sites, name).double()[..., None, None]
             for name in constants.factors
         }
         marks = [
@@ -161,14 +161,14 @@ def constants_of(
     block = JointGaussian(group, leading, nesting, False, sizes=sizes, at=at)
     with expanding():
         sites = run(block.points, block.until)
-    bases = {
+    bases: dict[str, Any] = {
         name: innermost(prior) for name, prior in block.priors.items() if name not in block.flat
     }
     if not all(type(base) is dist.Normal for base in bases.values()):
         return None
     children = [name for name in group.children if name in sites]
     normal = [name for name in children if type(sites[name]["fn"]) is dist.Normal]
-    weights = {name: block.precision(sites, name) for name in normal}
+    weights = {name: _precision(block, sites, name) for name in normal}
     factors = frozenset(
         name
         for name, weight in weights.items()
@@ -195,6 +195,13 @@ def constants_of(
     ]
     shapes = {name: block.shape_of(name) for name in points}
     return Constants(points, shapes, references, dict(block.sizes), factors, scales, kept, levels)
+
+
+def _precision(block: JointGaussian, sites: Mapping[str, Any], name: str) -> Tensor:
+    """Returns a Normal site's precision, at its scale relative to that of the members; size 1 where it is one."""
+    precision = narrowed(sites[name]["fn"].scale).square().reciprocal()
+    weight = block.weight(sites, name)
+    return precision if weight is None else precision * weight
 
 
 def _point(block: JointGaussian, name: str, phase: int) -> Tensor:

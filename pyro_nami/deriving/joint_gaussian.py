@@ -135,7 +135,7 @@ class JointGaussian(SecondOrder):
             # None until the level is eliminated, where there are flat priors
             whole = (level.precision if level.open is None else prior.square().sum(-2)).detach()
             wide = whole.clamp(min=torch.finfo(whole.dtype).tiny).rsqrt()
-            for name, each in zip(names, wide.split([self.sizes[name] for name in names], -1)):
+            for name, each in self._by_name(names, wide).items():
                 if name in self.flat:
                     found[name] = self._shaped(name, each).to(self.references[name])
         return found
@@ -164,14 +164,9 @@ class JointGaussian(SecondOrder):
         """Returns the members with flat priors of which data leave an element open, of one that is solved."""
         found = []
         for names, level in zip(self.by_level, self._levels):
-            if level.open is None or not bool(level.open.any()):
-                continue
-            elements = [self.sizes[name] for name in names]
-            found += [
-                name
-                for name, each in zip(names, level.open.split(elements, -1))
-                if bool(each.any())
-            ]
+            if level.open is not None:
+                each = self._by_name(names, level.open)
+                found += [name for name in names if bool(each[name].any())]
         return found
 
     def _closer(self) -> Self | None:

@@ -24,10 +24,10 @@ from pyro_nami.deriving.quadrature import Tabulated
 from pyro_nami.factors.joint_normal import joint_normal
 from pyro_nami.program.masks import without_gaps
 
-__all__ = ["LOST", "MOST_RUNS", "Newton", "has_one_mode", "is_concave"]
+__all__ = ["LOST", "Newton", "has_one_mode", "is_concave"]
 
 # Of the model, in a search; with ten times more, data without a mode hold up all others for a minute.
-MOST_RUNS = 60
+MOST_RUNS = 200
 # Nats, times the root of the rounding error: a step that gains less is the last. Ten times more shows in gradients.
 CLOSE = 0.03
 CLOSE_FOR_GRID = 0.05  # nats, where a grid follows; ten times more moves the grid off the mass
@@ -201,8 +201,8 @@ class Newton(JointGaussian):
         self, sites: Mapping[str, Any], children: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """Returns the slopes of the joint log density, members' own included, ``(*batch, *plates, *event)``."""
-        children = self.take(sites, whole=True) if children is None else children
-        own = self.take(sites, whole=True, parts=self.group.members)
+        children = self.take(sites) if children is None else children
+        own = self.take(sites, parts=self.group.members)
         return {
             name: (own[name] + slope).detach().expand(self.shape_of(name))
             for name, slope in children.items()
@@ -210,7 +210,7 @@ class Newton(JointGaussian):
 
     def _children_slopes(self, sites: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the slopes of the children's log density, no numbers where the mode was not found."""
-        slopes = self.take(sites, again=True, whole=True)
+        slopes = self.take(sites, again=True)
         if self._lost is None:
             return slopes
         return {
@@ -273,7 +273,7 @@ class Newton(JointGaussian):
 
         Both are in deviations: ``place`` is the largest of an element.
         """
-        lengths = []
+        lengths: list[float] = []
 
         def choose(name: str, fn: Any) -> Tensor:
             normal = joint_normal(fn)

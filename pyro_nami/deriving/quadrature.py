@@ -106,7 +106,7 @@ class Tabulated(Expansion):
     def joint_slopes(self, sites: Mapping[str, Any], again: bool = False) -> dict[str, Tensor]:
         """Returns the slopes of the joint log density at all points, ``(points, *batch, *plates)``."""
         parts = (*self.group.members, *self.group.children)
-        slopes = self.take(sites, again=again, whole=True, parts=parts)
+        slopes = self.take(sites, again=again, parts=parts)
         dims = 1 + len(self.leading)
         return {name: slope.reshape(slope.shape[:dims]) for name, slope in slopes.items()}
 

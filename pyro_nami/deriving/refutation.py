@@ -18,7 +18,7 @@ from pyro_nami.deriving.enumeration import Enumeration
 from pyro_nami.deriving.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of
 from pyro_nami.deriving.exponential_families import FORMS, ByStatistics
 from pyro_nami.deriving.joint_gaussian import JointGaussian
-from pyro_nami.deriving.newton import LOST, MOST_RUNS, Newton, has_one_mode, is_concave
+from pyro_nami.deriving.newton import LOST, Newton, has_one_mode, is_concave
 from pyro_nami.deriving.quadrature import Tabulated
 from pyro_nami.program.first_run import is_node
 from pyro_nami.program.flat_priors import CUT, MOST_LOST
@@ -38,6 +38,8 @@ CONCAVE_AT = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)
 MODES_AT = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))
 # The same where priors are flat, in deviations that data leave, up to 3,000 of them.
 FAR_MODES_AT = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))
+# Runs of the model in a search for a mode; ten times more take seconds for each latent without a mode.
+MOST_STEPS = 60
 # Points, or derivatives, times rows of data: of more, steps of training take too long beside those of other guides.
 MOST_WORK = 4e5
 ROWS_OF_ELEMENT = 10  # as which each element of a latent counts then
@@ -216,7 +218,7 @@ class Refutation:
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
         at = functools.partial(expansion_of(group), group, (1,) * self.nesting, self.nesting, False)
-        distances = GAUSSIAN_PROBED_AT if group.form == "Gaussian" else PROBED_AT
+        distances: Sequence[float] = GAUSSIAN_PROBED_AT if group.form == "Gaussian" else PROBED_AT
         distances = distances[:1] if only else distances
         here = at()
         reason = ""
@@ -319,10 +321,9 @@ class Refutation:
         have its means within bounds; see `pyro_nami.guide.build`.
         """
         means = here.means()
-        inside = [flat.low <= means[name] for name, flat in here.flat.items()]
-        inside += [means[name] <= flat.high for name, flat in here.flat.items()]
-        if not all(bool(each.all()) for each in inside):
-            return CUT.format(1.0)
+        for name, flat in here.flat.items():
+            if not ((flat.low <= means[name]) & (means[name] <= flat.high)).all():
+                return CUT.format(1.0)
         if here.group.needed:
             return ""
         with torch.no_grad(), forked_rng():
@@ -333,7 +334,7 @@ class Refutation:
     def _flaw_about_mode(self, group: ConjugateGroup, run: Run) -> str:
         """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
         of = group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False
-        kind = functools.partial(Newton, *of, **({"at": self.starts(group)} if group.flat else {}))
+        kind = functools.partial(Newton, *of, at=self.starts(group))
         near = kind()
         sites = run(near)
         rows = max(
@@ -349,7 +350,7 @@ class Refutation:
             if not near.explains_priors(far):
                 return _NOT_LINEAR
         near, sites = _solved(near, sites, run)
-        if near.runs >= MOST_RUNS:  # as numbers are too large, or there are edges
+        if near.runs >= MOST_STEPS:  # as numbers are too large, or there are edges
             return _NOT_FINITE
         if group.flat and (reason := OPEN if near.undecided() else self._cut(near)):
             return reason
@@ -371,7 +372,7 @@ class Refutation:
 
     def _flaw_of_grid(self, group: ConjugateGroup, near: Newton, run: Run, rows: int) -> str:
         """Returns what speaks against a grid about a mode; empty if nothing does."""
-        grid = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
+        grid: Any = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
         if grid.count * rows > MOST_WORK:
             return "a grid for all rows of data is too large"
         rounding = sum(float(each.sum()) for each in near.rounding(run(near.mode())))
@@ -429,7 +430,7 @@ class Refutation:
 
 def _solved(near: Any, sites: Mapping[str, Any], run: Run) -> tuple[Any, Mapping[str, Any]]:
     """Returns the last of the expansions that lead to a solution, and the sites of its run, given the first."""
-    while (following := near.solve(sites)) is not None:
+    while near.runs < MOST_STEPS and (following := near.solve(sites)) is not None:
         near, sites = following, run(following)
     return near, sites
 

@@ -2,8 +2,8 @@
 
 For offsets x from the reference the children's log density is c + g . x - x . H x / 2. The prior of
 a member says x_k = B (x of earlier members) + d + S u with u ~ N(0, I). Slopes at the reference
-give g; slopes at unit offsets give H; prior locations there give B. For a flat prior u has infinite
-variance.
+give g. Their derivatives, taken in one run of the model, give H; those of the prior's locations
+give B. For a flat prior u has infinite variance.
 """
 
 from __future__ import annotations
@@ -105,11 +105,12 @@ class SecondOrder(Expansion):
         if again and len(self.priors) > 1:
             locs = {name: self._base(name).loc for name in self.priors}
             locs = {name: loc for name, loc in locs.items() if loc.requires_grad}
-            self._weights = {
-                name: torch.zeros_like(loc, requires_grad=True) for name, loc in locs.items()
-            }
-            # as numbers, since a traced tensor's shape is none that autograd can compare
-            options["more"] = [(loc * self._weights[name]).sum() for name, loc in locs.items()]
+            with derivatives():
+                self._weights = {
+                    name: torch.zeros_like(loc, requires_grad=True) for name, loc in locs.items()
+                }
+                # as numbers, since a traced tensor's shape is none that autograd can compare
+                options["more"] = [(loc * self._weights[name]).sum() for name, loc in locs.items()]
         return super().take(sites, again=again, **options)
 
     def levels_of(self, sites: Mapping[str, Any], child: str) -> list[Level]:
@@ -119,7 +120,10 @@ class SecondOrder(Expansion):
 
     def _read(self, sites: Mapping[str, Any], slopes: Mapping[str, Tensor]) -> None:
         """Takes H, g and the rows of the priors from a run, given slopes that can be differentiated again."""
-        inputs = {**self.values, **{("weight", name): w for name, w in self._weights.items()}}
+        inputs: dict[Any, Tensor] = {
+            **self.values,
+            **{("weight", name): w for name, w in self._weights.items()},
+        }
         units = {name: self._unit_offsets(name) for name in self.values}
         found = along_units(slopes, units, list(inputs.values()), self.differentiable)
         bends: dict[Any, Tensor] = dict(zip(inputs, found))
@@ -138,7 +142,11 @@ class SecondOrder(Expansion):
             self._levels.append(Level(begin, size, dims, own, prior, torch.cat(proper)))
         self._levels, finite = without_gaps(self._levels)
         for names, each in zip(self.by_level, finite):
-            self.finite.update(zip(names, each.split([self.sizes[name] for name in names], -1)))
+            self.finite.update(self._by_name(names, each))
+
+    def _by_name(self, names: Sequence[str], values: Tensor) -> dict[str, Tensor]:
+        """Returns values of a level's elements, which lie along the last dim, by member."""
+        return dict(zip(names, values.split([self.sizes[name] for name in names], -1)))
 
     def _unit_offsets(self, name: str) -> Tensor:
         """Returns unit offsets of all elements, as offsets of a member: ``(offsets, *value)``."""
@@ -180,14 +188,18 @@ class SecondOrder(Expansion):
         if name in self.flat:
             loc = self.references[name].detach()
         else:
-            base = innermost(self.priors[name])
+            base: Any = innermost(self.priors[name])
             if name not in self.units:
                 return base
             loc = base.loc
         return dist.Normal(loc, torch.ones_like(loc), validate_args=False)
 
-    def precision(self, sites: Mapping[str, Any], name: str) -> Any:
-        return 1.0 if name in self.units else super().precision(sites, name)
+    def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
+        if name in self.units:
+            unit = dist.Normal(sites[name]["fn"].loc, 1.0, validate_args=False)
+            scale = sites[self.group.members[0]]["scale"]
+            sites = {**sites, name: {**sites[name], "fn": unit, "scale": scale}}
+        return super().density(sites, name)
 
     def _moved(self, name: str, value: Tensor) -> Tensor:
         """Returns the offset of a member's value, ``(*batch, *plates, E)``."""
@@ -197,7 +209,7 @@ class SecondOrder(Expansion):
 
     def fit(self, sites: Mapping[str, Any]) -> None:
         with derivatives():
-            self._read(sites, self.take(sites, again=True, whole=True))
+            self._read(sites, self.take(sites, again=True))
 
     def is_finite(self) -> bool:
         return super().is_finite() and all(
@@ -235,10 +247,7 @@ class SecondOrder(Expansion):
             found = torch.cat(
                 [self._flat(name, far.measured.slopes[name]).double() for name in names], -1
             )
-            terms = [
-                times(level.columns(other), step)
-                for other, step in zip(self._levels[i:], steps[i:])
-            ]
+            terms = self._terms(i, steps)
             terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps[:i])]
             off = (found + level.rows[..., -1] + sum(terms)).abs()
             # Where data are precise, what is small beside their pull may be large beside what they leave open.
@@ -259,13 +268,15 @@ class SecondOrder(Expansion):
         steps = self._steps_to(far)
         for i, (names, level) in enumerate(zip(self.by_level, self._levels)):
             noise = torch.cat([self._noise(name, far) for name in names], -1)
-            terms = [
-                times(level.columns(other, prior=True), step)
-                for other, step in zip(self._levels[i:], steps[i:])
-            ]
+            terms = self._terms(i, steps, prior=True)
             if not agree(noise, level.prior[..., -1], terms, torch.float32):
                 return False
         return True
+
+    def _terms(self, i: int, steps: Sequence[Tensor], prior: bool = False) -> list[Tensor]:
+        """Returns what steps of a level and those behind it add to its rows."""
+        columns = [self._levels[i].columns(other, prior) for other in self._levels[i:]]
+        return [times(each, step) for each, step in zip(columns, steps[i:])]
 
     def _steps_to(self, far: SecondOrder) -> list[Tensor]:
         """Returns the offsets of another point, by level."""

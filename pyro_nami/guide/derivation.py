@@ -57,7 +57,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         expansion = _expansion_in(group, current, plan, call)
         solved = _solved(expansion, group, current, call, known)
     expansion, sites = solved
-    near = expansion if expansion.has_constants else current.derived.near.get(group)
+    near: Any = expansion if expansion.has_constants else current.derived.near.get(group)
     _check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {
@@ -304,7 +304,7 @@ def _starts(
 
 
 def _keeps_constants(
-    expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]
+    expansion: Any, current: Pass, call: Call, values: Mapping[str, Tensor]
 ) -> bool:
     """Stores constants of a Gaussian block for later steps on the same data; returns whether there are new ones."""
     kept, key = call.derived.constants, (expansion.group, expansion.leading)

@@ -407,8 +407,8 @@ def test_compiled_guides_have_it_too():
 
 
 @torch.no_grad()
-def test_where_the_mode_is_not_found_the_prior_stands_in():
-    """As at counts of e^30 among others, which a random walk simulates: it was 1e26 nats off there."""
+def test_modes_are_found_at_counts_of_e30_among_others():
+    """Which a random walk simulates: it was 1e26 nats off there. Such counts leave the prior no say."""
 
     def model():
         x = pyro.sample("x0", dist.Normal(0.0, 1.0))
@@ -429,11 +429,8 @@ def test_where_the_mode_is_not_found_the_prior_stands_in():
     guide(observations={name: value[1] for name, value in data.items()})
     assert {note.rule for note in guide.rules.values()} <= {"newton", "quadrature"}
     log_prob = guide.log_prob(latents, observations=data)
-    prior = (
-        dist.Normal(0.0, 1.0).log_prob(x[0, 0])
-        + dist.Normal(x[0, :-1], 3.0).log_prob(x[0, 1:]).sum()
-    )
-    torch.testing.assert_close(log_prob[0], prior, rtol=1e-4, atol=1e-3)
+    precise = dist.Normal(y[0].log(), y[0].rsqrt()).log_prob(x[0]).sum()
+    torch.testing.assert_close(log_prob[0], precise, rtol=0, atol=0.3)
     few = {name: value[1:] for name, value in latents.items()}
     near = guide.log_prob(few, observations={name: value[1:] for name, value in data.items()})
     torch.testing.assert_close(log_prob[1:], near, rtol=0, atol=1e-2)
