@@ -191,18 +191,15 @@ class MaskedMLP(nn.Module):
             biases[-1] = biases[-1] - output[:, : self._num_units] @ units
         bounds = [(each[0], each[-1]) for each in self.bounds] if whole else self.bounds
 
-        def in_steps(weight: Tensor, layer: int) -> Sequence[Tensor]:
-            return weight.split([end - start for start, end in pairwise(bounds[layer])], 1)
-
-        weights = [layer[:, :-1] for layer in (*layers, output)]
-        direct = None
-        if layers and self.skip:
-            weights[-1], direct = weights[-1].split((self._num_units, self.in_features), 1)
-        readers = [[(layer + 1, in_steps(each, layer))] for layer, each in enumerate(weights)]
-        if direct is not None:
-            readers[0].append((len(weights), in_steps(direct, 0)))
-        pass_weights = PassWeights(bounds, [*readers, []], self.activation)
-        return SteppedState(pass_weights, 0, torch.Size(), [bias.t() for bias in biases])
+        reads: list[tuple[int, ...]] = [(layer,) for layer in range(len(layers))]
+        reads.append((len(layers), 0) if self.skip and layers else (len(layers),))
+        matrices = [
+            layer[:, :-1].split([end - start for start, end in pairwise(each)])
+            for layer, each in zip((*layers, output), bounds[1:])
+        ]
+        sums = [[bias.t()] for bias in biases]
+        weights = PassWeights(bounds, reads, matrices, self.activation)
+        return SteppedState(weights, sums, [()] * len(sums))
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""

@@ -7,14 +7,15 @@ one step at a time, each drawn from rows emitted before::
     rows, state = state.advance(context, 1)
     rows, state = state.advance(sample(rows), 2)
 
-Each unit and row is a sum over what it reads. An advance adds what it makes known to the sums of
-all later steps, so all steps together multiply as much as one dense pass.
+Each unit and row is computed once, from all that it reads, so all steps together multiply as much
+as one dense pass.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,14 +24,17 @@ from torch import Tensor
 __all__ = ["Activation", "PassWeights", "SteppedState", "concatenated"]
 
 Activation = Callable[[Tensor], Tensor]
+BLOCK = 8  # steps after which sums of all later steps are brought up to date: 1 or 80 take twice as long
 
 
 class PassWeights(NamedTuple):
-    """The weights of one pass, between layers: the inputs are layer 0, then come the hidden units, then the rows."""
+    """The weights of one pass. Layer 0 is the inputs, then come the layers of hidden units, then the rows."""
 
     bounds: Sequence[Sequence[int]]  # of each layer, where its features of each step begin
-    # layer -> the layers that read it, each with its weights ``(units, features)`` of the features of each step
-    readers: Sequence[Sequence[tuple[int, Sequence[Tensor]]]]
+    # of each layer but the inputs, the layers that it reads, whose features lie side by side in its columns
+    reads: Sequence[Sequence[int]]
+    # of each layer but the inputs, the weights ``(features, columns)`` of each step's features
+    matrices: Sequence[Sequence[Tensor]]
     activation: Activation
 
 
@@ -41,11 +45,15 @@ class SteppedState(NamedTuple):
     """
 
     weights: PassWeights
-    step: int
-    batch_shape: torch.Size
-    # Of each layer behind the inputs, the sums of its units of later steps over what is known: ``(size of the batch,
-    # units)``, or ``(1, units)`` of the biases alone.
-    sums: Sequence[Tensor]
+    # Of each layer but the inputs, the sums of its features over what is known from steps before ``since``,
+    # ``(size of the batch, features)``: one tensor for each of some steps from ``since`` on, and the last for all later
+    # steps. Sums of the biases alone have a batch of size 1.
+    sums: Sequence[Sequence[Tensor]]
+    # of each layer but the rows, its features of the steps ``since`` to ``step - 1``, ``(size of the batch, features)``
+    known: Sequence[Sequence[Tensor]]
+    step: int = 0
+    since: int = 0
+    batch_shape: torch.Size = torch.Size()
 
     def advance(self, x: Tensor, stop: int) -> tuple[Tensor, SteppedState]:
         """Returns the rows of steps ``step`` to ``stop - 1``, ``(*batch, rows)``, and the state after them.
@@ -54,31 +62,48 @@ class SteppedState(NamedTuple):
             x: the columns of these steps, ``(*batch, columns)``, whose batch broadcasts with those before.
             stop: the step behind the last one to take; more than one step may be taken at once.
         """
-        weights, step, known_shape, known = self
-        shape, sums = x.shape[:-1], list(known)
-        if known_shape and shape != known_shape:
-            shape = torch.broadcast_shapes(shape, known_shape)
+        shape = x.shape[:-1]
+        if self.batch_shape and shape != self.batch_shape:
+            shape = torch.broadcast_shapes(shape, self.batch_shape)
             x = x.expand(*shape, x.shape[-1])
-        if shape != known_shape:
-            sums = [
-                each if len(each) == 1 else _expanded(each, known_shape, shape) for each in sums
-            ]
-        value = x.reshape(math.prod(shape), x.shape[-1])
-        for layer, bounds in enumerate(weights.bounds):
-            if layer:
-                count = bounds[stop] - bounds[step]
-                value, sums[layer - 1] = sums[layer - 1].split(
-                    (count, bounds[-1] - bounds[stop]), 1
-                )
-                value = value.expand(math.prod(shape), -1)
-                if count and layer < len(sums):
-                    value = weights.activation(value)
-            for reader, steps in weights.readers[layer] if value.shape[1] else ():
-                weight = concatenated(steps[step:stop])
-                if step:
-                    weight = weight[weights.bounds[reader][step] :]
-                sums[reader - 1] = torch.addmm(sums[reader - 1], value, weight.t())
-        return value.reshape(*shape, value.shape[1]), SteppedState(weights, stop, shape, sums)
+        state = self
+        if shape != self.batch_shape or stop - self.since >= len(self.sums[0]):
+            state = self._gathered(max(stop, self.step + BLOCK), shape)
+        size, known = math.prod(shape), list(state.known)
+        value = x.reshape(size, x.shape[-1])
+        for layer in range(len(known)):
+            known[layer] = (*known[layer], value)
+            value = state._sum(layer, known, stop).expand(size, -1)
+            if layer < len(known) - 1 and value.shape[1]:
+                value = self.weights.activation(value)
+        rows = value.reshape(*shape, value.shape[1])
+        return rows, state._replace(known=known, step=stop, batch_shape=shape)
+
+    def _gathered(self, stop: int, shape: torch.Size) -> SteppedState:
+        """Returns this state with all that is known in its sums, those of the steps before ``stop`` one by one."""
+        sums: list[Sequence[Tensor]] = []
+        for layer, bounds in enumerate(self.weights.bounds[1:]):
+            ends = [*bounds[self.step : stop + 1], bounds[-1]]
+            total = self._sum(layer, self.known, len(bounds) - 1)
+            if shape != self.batch_shape and len(total) > 1:
+                total = _expanded(total, self.batch_shape, shape)
+            sums.append(total.split([end - start for start, end in pairwise(ends)], 1))
+        return self._replace(sums=sums, known=[()] * len(sums), since=self.step)
+
+    def _sum(self, layer: int, known: Sequence[Sequence[Tensor]], stop: int) -> Tensor:
+        """Returns the sums of features of steps ``step`` to ``stop - 1`` over all that is known, one layer above."""
+        bounds, reads, matrices, _ = self.weights
+        total = concatenated(self.sums[layer][self.step - self.since : stop - self.since])
+        weight = concatenated(matrices[layer][self.step : stop], 0)
+        first = 0
+        for source in reads[layer]:
+            values = [value for value in known[source] if value.shape[1]]
+            if values and len(weight):
+                value = concatenated(values)
+                start = first + bounds[source][self.since]
+                total = torch.addmm(total, value, weight[:, start : start + value.shape[1]].t())
+            first += bounds[source][-1]
+        return total
 
 
 def concatenated(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
