@@ -1,23 +1,33 @@
-"""`amortize`: train one guide on a model's simulations, for the posteriors of all its data sets."""
+"""`amortize`: train one guide on a model's simulations, for the posteriors of all its data sets.
+
+Latents whose conditionals simulations do not refute are drawn from these, also those that the model marks for
+enumeration. The other latents are learned: their factors are splines, several in sequence where the elements of a
+vector depend on each other, by networks of two layers. The latents of simulations move between epochs, if the model has
+a density, so that the guide does not overfit them (`latent_moves`). The rate rises, and falls linearly to zero.
+
+A tenth of the simulations is held out. The guide ends with the latest weights that are as good on these as any
+(`InferenceCompilation.fit`). Training ends when half of the steps brought no gain. If the best weights are of the
+first half of the steps, the guide overfit: a second one is trained at a lower rate with weight decay, and the better
+one is kept.
+"""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 from pyro_nami.amortize.data_distance import SimulatedData
+from pyro_nami.amortize.first_guide import first_guide, named
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.amortize.soap import SOAP
 from pyro_nami.amortize.truncated_rounds import next_round
 from pyro_nami.factors.unconstrained import flow
-from pyro_nami.guide.misfits import RANKED
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
@@ -31,53 +41,15 @@ from pyro_nami.program.isolation import forked_rng
 
 __all__ = ["amortize"]
 
-# share of the steps in which the rate is reached; norm of gradients, low as few are typical
-_WARM, _CLIP = 0.03, 1.0
-_SIMULATIONS = 10_000
-# share of the simulations, and how often the loss on these is looked at
-_HELD_OUT, _VALIDATIONS = 0.1, 50
-# sizes: a multiple of the root of the number of simulations, and their bounds
-_BATCH = 3.5, 50, 500
-# share of the steps after which they are larger, as gradients are to be less noisy, by what
-_LARGE, _LARGER = 0.6, 2
-_MOVES = 4  # draws of the guide for each simulation between epochs
-# multiples of the root of the number of simulations and of that, and their bounds
-_STEPS = 20, 0.45, 450, 10_000
-# of splines; bounds of those in sequence between elements of a vector
-_BINS, _TRANSFORMS = 8, (2, 4)
-
-_number = itertools.count()
-
-
-class _Setting(NamedTuple):
-    """Widths of hidden layers, SOAP's rate, a share of the steps, decay over all of them."""
-
-    hidden: tuple[int, ...]
-    rate: float
-    steps: float
-    decay: float
-
-
-_SHARP = _Setting((64, 64), 6e-2, 1.0, 0.0)
-# Where that one is best early, the guide overfits, by weights that are too large; or, within a quarter of
-# the steps, by a rate that is too high for what is smooth.
-_HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
-# where modes are derived there is little to learn, and a step takes long
-_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0)
-_EARLY, _LATE = 1 / 4, 3 / 5
-# simulations, and their latents' elements, by which what was derived is checked
-_CHECKED, _ELEMENTS = 1000, 2**16
-# of guides that are not trained, and of those that make grids for each
-_CHECKED_ONLY, _CHECKED_TABLES = 200, 20
-# shares of them at which these may be others, and Normals about the mode
-_TOLERATED, _NEWTON = 0.02, 0.2
+DEFAULT_SIMULATIONS = 10_000
+RATE = 0.06  # of SOAP; ten times as high, training diverges
 
 
 def amortize(
     model: Callable,
     *args: Any,
     observed: Sequence[str] = (),
-    simulations: Any = _SIMULATIONS,
+    simulations: Any = DEFAULT_SIMULATIONS,
     steps: int | None = None,
     progress: bool = True,
     guide: AutoNaMIGuide | None = None,
@@ -85,21 +57,7 @@ def amortize(
     rounds: int = 4,
     **kwargs: Any,
 ) -> AmortizedPosterior:
-    """Compiles a guide on a model's simulations, with settings for all; returns the posterior as a function of data.
-
-    Latents with exact conditionals are drawn from these, if simulations do not speak against them, also those that the
-    model marks for enumeration. Factors that have to be learned are splines of 8 bins, those of vectors whose elements
-    depend on each other two to four more in sequence (two for 1,000 simulations, four for 10,000, and without a
-    density), by networks of two layers of 64 units, at a rate of 0.06 of `SOAP`.
-    Rates rise, and fall linearly to zero; gradients are clipped; batches grow twofold for the last two fifths of the
-    steps. If the model has a density, the latents of simulations move between epochs, so that the guide does not
-    overfit them (`latent_moves`).
-
-    A tenth of the simulations is held out, and the latest weights that are as good on these as any are kept
-    (`InferenceCompilation.fit`). If the held-out loss was lowest within the first three fifths of the steps, the guide
-    overfit. A second guide is then trained with weight decay; if it was lowest within the first quarter, a third one
-    at a rate of 0.003 for a quarter of the steps. The best of them is kept. Training ends when half of the steps
-    brought no gain. Where modes are derived, one guide is trained at that rate, for a sixth of the steps.
+    """Returns the posterior of a model as a function of data, by a guide that is compiled on the model's simulations.
 
     Args:
         model: a Pyro model.
@@ -107,10 +65,10 @@ def amortize(
         observed: sites to condition on, beside those that the model observes itself.
         simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
             ``"fresh"``, to draw others in each step, if the model is fast.
-        steps: of the first training; by default 20 times the square root of the number of simulations, or 0.45 times
-            the number if that is less, within 450 and 10,000.
+        steps: of a training; by default 20 times the square root of the number of simulations. A batch is 5 times this
+            square root, at most 500.
         progress: whether to show a progress bar.
-        guide: one to train in place of what is described.
+        guide: one to train in place of the guide that is made for the model.
         at: data that the posterior is wanted for, and no others, where the model's data have no density: simulations
             then come in ``rounds``, each with a guide of its own, and after the first from where the guide before has
             its mass given these data; see `truncated_rounds`.
@@ -129,64 +87,39 @@ def amortize(
         >>> posterior({"x": torch.tensor(1.0)}, num_samples=50).mean("z").shape  # exact: nothing had to be learned
         torch.Size([])
     """
+    simulator = _simulator(model, args, kwargs, observed, marked=guide is not None)
+    if at is not None:
+        _check_rounds(simulator, simulations, rounds, guide)
+        options: dict[str, Any] = {"observed": observed, "steps": steps, "progress": progress}
+        again = functools.partial(amortize, simulator.model, *args, **options, **kwargs)
+        return _in_rounds(again, simulator, at, simulations, rounds)
+    return _training(simulator, simulations, steps, progress).posterior(guide)
+
+
+def _simulator(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Sequence[str], marked: bool
+) -> Simulator:
+    """Returns the simulator of a model; unless ``marked``, of one without marks for enumeration."""
     model = with_drawn_data(model, args, kwargs, observed)
     simulator = Simulator(model, args, kwargs, observed)
-    if simulator.enumerates and guide is None:
+    if simulator.enumerates and not marked:
         model = poutine.infer_config(model, lambda site: {"enumerate": None})  # type: ignore[typeddict-item]
         simulator = Simulator(model, args, kwargs, observed)
-    model = simulator.model
-    if at is not None:
-        if (
-            not isinstance(model, SimulatorModel)
-            or not isinstance(simulations, int)
-            or guide is not None
-        ):
-            raise ValueError(
-                "Expected at= for data without a density, and simulations to be a number, without guide=. Where data "
-                "have a density, leave at= out: draws are weighted, and carried to the posterior of any data."
-            )
-        again = functools.partial(
-            amortize, model, *args, observed=observed, steps=steps, progress=progress, **kwargs
-        )
-        return _in_rounds(again, simulator, at, simulations, rounds)
-    fresh = isinstance(simulations, str)
-    if fresh and simulations != "fresh":
+    return simulator
+
+
+def _check_rounds(simulator: Simulator, simulations: Any, rounds: int, guide: Any) -> None:
+    if (
+        not isinstance(simulator.model, SimulatorModel)
+        or not isinstance(simulations, int)
+        or guide is not None
+    ):
         raise ValueError(
-            f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}."
+            "Expected at= for data without a density, and simulations to be a number, without guide=. Where data "
+            "have a density, leave at= out: draws are weighted, and carried to the posterior of any data."
         )
-    given = _SIMULATIONS if fresh else simulations
-    draws, seen = _simulated(simulator, given)
-    learned: list[str] = []
-    given_up: dict[str, Any] = {}
-    plain = guide
-    if plain is None:
-        plain, learned, given_up = _plain(simulator, draws, own=isinstance(given, int))
-        if not plain.num_parameters:
-            return AmortizedPosterior(model, args, kwargs, plain, seen)
-    # Without a density latents do not move, and the most do best for few simulations as well.
-    transforms = _TRANSFORMS[1] if isinstance(model, SimulatorModel) else _transforms(draws.num)
-    training = _Training(
-        simulator,
-        observed,
-        draws,
-        steps or _steps(draws.num),
-        plain,
-        dict.fromkeys(learned, flow(_BINS, transforms)),
-        given_up,
-        fresh,
-        progress,
-    )
-    found = [training.run(_NEAR if guide is None and not learned else _SHARP)]
-    first = found[0].history
-    if learned and not fresh and first.best_step not in (None, len(first.losses)):
-        lowest, _ = min(first.validation, key=lambda pair: pair[1])
-        for setting, share in ((_HELD, _LATE), (_SMOOTH, _EARLY)):
-            if lowest < share * training.steps:
-                found.append(training.run(setting))
-    best = min(found, key=lambda each: each.loss)
-    with forked_rng():
-        simulated = SimulatedData(draws.observed, site_forms(simulator))
-    return AmortizedPosterior(model, args, kwargs, best.guide, best.history, simulated)
+    if rounds < 1:
+        raise ValueError(f"Expected at least one round; got {rounds}.")
 
 
 def _in_rounds(
@@ -197,8 +130,6 @@ def _in_rounds(
     rounds: int,
 ) -> AmortizedPosterior:
     """Returns the posterior of one data set, by rounds of simulations, with ``again`` for each round."""
-    if rounds < 1:
-        raise ValueError(f"Expected at least one round; got {rounds}.")
     num = simulations // rounds
     draws = simulator.draw(simulations - (rounds - 1) * num)
     posterior = again(simulations=draws)
@@ -206,6 +137,21 @@ def _in_rounds(
         draws = next_round(simulator, posterior.guide, at, draws, num)
         posterior = again(simulations=draws)
     return posterior
+
+
+def _training(
+    simulator: Simulator, simulations: Any, steps: int | None, progress: bool
+) -> _Training:
+    """Returns a training on simulations that are drawn or given, after a check."""
+    fresh = isinstance(simulations, str)
+    if fresh and simulations != "fresh":
+        raise ValueError(
+            f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}."
+        )
+    draws, seen = _simulated(simulator, DEFAULT_SIMULATIONS if fresh else simulations)
+    own = fresh or isinstance(simulations, int)
+    steps = steps or round(20 * draws.num**0.5)
+    return _Training(simulator, draws, seen, own, fresh, steps, progress)
 
 
 def _simulated(simulator: Simulator, simulations: Any) -> tuple[JointDraws, History]:
@@ -243,152 +189,88 @@ class _Training(NamedTuple):
     """What the trainings of one call of `amortize` have in common."""
 
     simulator: Simulator
-    observed: Sequence[str]  # sites to condition on, beside those that the model observes
     draws: JointDraws
-    steps: int  # of a training with a share of 1
-    plain: AutoNaMIGuide  # to train where no family is chosen
-    families: Mapping[str, Any]  # of latents that are to be learned
-    options: Mapping[str, Any]  # of guides with these families
+    seen: History  # which counts the draws that are not finite
+    own: bool  # whether the draws are the simulator's
     fresh: bool  # whether each step draws simulations of its own
+    steps: int
     progress: bool
 
-    def run(self, setting: _Setting) -> _Trained:
-        """Returns a guide trained by a setting."""
+    def posterior(self, guide: AutoNaMIGuide | None) -> AmortizedPosterior:
+        """Returns the posterior by this guide, or by one that is made for the model."""
         simulator = self.simulator
-        guide = self.plain
-        if self.families:
-            guide = _named(
-                AutoNaMIGuide(
-                    simulator.model,
-                    families=self.families,
-                    observed=simulator.observed,
-                    hidden_features=setting.hidden,
-                    **self.options,
-                )
-            )
-        num_held_out = max(1, round(_HELD_OUT * self.draws.num))
-        rows = torch.arange(self.draws.num)
-        train = self.draws.select(rows[num_held_out:])
-        held_out = self.draws.select(rows[:num_held_out])
-        count = max(1, round(setting.steps * self.steps))
-        decay = setting.decay / setting.rate / count
+        best = self._best() if guide is None else self.run(guide, RATE)
+        simulated = None
+        if best.history.losses:
+            with forked_rng():
+                simulated = SimulatedData(self.draws.observed, site_forms(simulator))
+        return AmortizedPosterior(
+            simulator.model, simulator.args, simulator.kwargs, best.guide, best.history, simulated
+        )
+
+    def _best(self) -> _Trained:
+        """Returns the best guide that is made for the model; without training if all its latents are exact."""
+        guide, options = first_guide(self.simulator, self.draws, self.own)
+        if not guide.num_parameters:
+            return _Trained(0.0, guide, self.seen)
+        families = {name: rule.family for name, rule in guide._made().learned.items()}
+        learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
+        plain = [name for name in learned if families[name].locations]
+        if plain:
+            return self._flows(plain, options)
+        # modes are derived: there is little to learn, and a step takes long
+        return self.run(guide, rate=0.003, share=1 / 6)
+
+    def _flows(self, learned: Sequence[str], options: Mapping[str, Any]) -> _Trained:
+        """Returns the best of the guides by splines, of which there are two if the first one overfits."""
+        make = functools.partial(
+            AutoNaMIGuide,
+            self.simulator.model,
+            families=dict.fromkeys(learned, flow(8, 4)),
+            observed=self.simulator.observed,
+            hidden_features=(64, 64),
+            **options,
+        )
+        first = self.run(named(make()), RATE)
+        if self.fresh or (first.history.best_step or 0) > self.steps / 2:
+            return first
+        # at a rate that stays the same, this decay would shrink weights by a factor of exp(-7)
+        second = self.run(named(make()), rate=0.01, decay=700 / self.steps)
+        return min(first, second, key=lambda trained: trained.loss)
+
+    def run(
+        self, guide: AutoNaMIGuide, rate: float, share: float = 1.0, decay: float = 0.0
+    ) -> _Trained:
+        """Returns a guide after training, for a share of the steps."""
+        simulator = self.simulator
+        steps = max(1, round(share * self.steps))
+        held_out, train = torch.arange(self.draws.num).tensor_split([max(1, self.draws.num // 10)])
         compilation = InferenceCompilation(
             simulator.model,
             guide,
-            functools.partial(SOAP, lr=setting.rate, weight_decay=decay),
-            batch_size=functools.partial(_batch_size, num=train.num, steps=count),
-            observed=self.observed,
-            scheduler=functools.partial(LambdaLR, lr_lambda=functools.partial(_share, steps=count)),
-            clip_norm=_CLIP,
+            functools.partial(SOAP, lr=rate, weight_decay=decay),
+            batch_size=round(min(500, 5 * len(train) ** 0.5, len(train))),
+            observed=simulator.observed,
+            clip_norm=1.0,
+            scheduler=functools.partial(
+                OneCycleLR,
+                max_lr=rate,
+                total_steps=steps + 1,
+                pct_start=0.03,
+                anneal_strategy="linear",
+                cycle_momentum=False,
+            ),
         )
         history = compilation.fit(
-            count,
+            steps,
             simulator.args,
             simulator.kwargs,
-            data=None if self.fresh else train,
-            refresh=0 if self.fresh else _MOVES,
-            validation=held_out,
-            validate_every=max(1, count // _VALIDATIONS),
-            patience=_VALIDATIONS // 2,
+            data=None if self.fresh else self.draws.select(train),
+            refresh=0 if self.fresh else 4,
+            validation=self.draws.select(held_out),
+            validate_every=max(1, steps // 50),
+            patience=25,
             progress=self.progress,
         )
-        kept = [loss for step, loss in history.validation if step == history.best_step]
-        return _Trained(min(kept, default=-math.inf), guide, history)
-
-
-def _plain(
-    simulator: Simulator, draws: JointDraws, own: bool
-) -> tuple[AutoNaMIGuide, list[str], dict[str, Any]]:
-    """Returns a guide that was called once, the latents that it has to learn by families that may be too plain, and
-    options by which conditionals are learned that cannot be derived for all simulations.
-
-    ``own`` says that the draws are the simulator's, and not of another prior, for which weights will correct.
-    """
-    options: dict[str, Any] = {}
-    given_up: dict[str, Any] | None = options
-    while given_up is not None:
-        options = given_up
-        guide = _named(AutoNaMIGuide(simulator.model, observed=simulator.observed, **options))
-        few = draws.select(torch.arange(2) if simulator.vectorized else torch.tensor(0))
-        with torch.no_grad():
-            guide.log_prob(
-                few.latents, *simulator.args, **{**simulator.kwargs, "observations": few.observed}
-            )
-        given_up = None
-        if simulator.vectorized and (bad := _misfits(guide, simulator, draws if own else None)):
-            given_up = {"rules": {**options.get("rules", {}), **dict.fromkeys(bad, "learned")}}
-        elif not simulator.vectorized and not options and guide.num_parameters:
-            # as the model cannot be run for many simulations at once
-            given_up = {"exact": False, "anchor": False}
-    families = {name: rule.family for name, rule in guide._made().learned.items()}
-    learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
-    return (
-        guide,
-        [name for name in learned if families[name].locations],
-        options,
-    )
-
-
-def _misfits(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | None) -> list[str]:
-    """Returns the latents whose derived conditionals are not finite, or not those that simulations come from."""
-    found: dict[str, Any] = {}
-    if all(rule.group is None for rule in guide._made().rules.values()):
-        return []
-    draws = simulator.draw(_CHECKED).finite()[0] if draws is None else draws
-    if not guide.num_parameters:  # and none of these will be learned from
-        tables = any(
-            rule.group and rule.group.form == "marginal" for rule in guide._made().rules.values()
-        )
-        draws = draws.select(
-            torch.arange(min(draws.num, _CHECKED_TABLES if tables else _CHECKED_ONLY))
-        )
-    one = sum(value[0].numel() for value in draws.latents.values())
-    for part in map(
-        draws.select, torch.arange(draws.num).split(min(_CHECKED, max(1, _ELEMENTS // one)))
-    ):
-        seen = guide.misfits(
-            part.latents, *simulator.args, **{**simulator.kwargs, "observations": part.observed}
-        )
-        found = {name: found.get(name, 0) + flags.sum(1) for name, flags in seen.items()}
-    chance = draws.num / (RANKED + 1)
-    none_at = 0 if guide.num_parameters else _TOLERATED * draws.num
-    most = chance + 6 * chance**0.5
-    shares = {
-        name: _NEWTON if note.rule == "newton" else _TOLERATED for name, note in guide.rules.items()
-    }
-    return [
-        name
-        for name, (none, low) in found.items()
-        if none > none_at or low > most + shares[name] * draws.num
-    ]
-
-
-def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:
-    """Gives a new guide a name of its own in the parameter store."""
-    guide._pyro_set_supermodule(f"amortized_{next(_number)}", guide._pyro_context)
-    return guide
-
-
-def _share(step: int, steps: int) -> float:
-    """Returns the share of the rate at a step."""
-    done = step / steps
-    return min(1.0, (done + 1e-3) / _WARM) * (1 - min(done, 1.0))
-
-
-def _steps(num: int) -> int:
-    """Returns how long the first training is, for so many simulations."""
-    by_root, by_number, least, most = _STEPS
-    return int(min(max(min(by_root * num**0.5, by_number * num), least), most))
-
-
-def _transforms(num: int) -> int:
-    """Returns the number of splines in sequence that so many simulations are worth the time of."""
-    least, most = _TRANSFORMS
-    return min(max(round(2 * math.log10(num)) - 4, least), most)
-
-
-def _batch_size(step: int, num: int, steps: int) -> int:
-    """Returns the number of simulations in a step."""
-    multiple, least, most = _BATCH
-    size = min(max(round(multiple * num**0.5), least), most)
-    return min(size * (_LARGER if step >= _LARGE * steps else 1), num)
+        loss = dict(history.validation).get(history.best_step or 0, math.inf)
+        return _Trained(loss, guide, history)

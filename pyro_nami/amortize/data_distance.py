@@ -23,9 +23,7 @@ ADVICE = (
     "priors and likelihood allow for what the data show."
 )
 
-_LEAST_SHRINKAGE = 1e-3  # so that features which never vary have some variance
-_MARGIN = 10.0  # over the number of simulations
-_FEW = 64  # elements of a site, or columns of its events, that are features one by one
+MAX_ELEMENTS = 64  # of a site, or of its events, that are features one by one; more take long
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,24 +88,21 @@ class SimulatedData:
 
     def __init__(self, observed: Mapping[str, Tensor], forms: Mapping[str, SiteForm]) -> None:
         self.forms = {name: forms[name] for name in observed}
-        usual, others = (
-            {name: value[start::2] for name, value in observed.items()} for start in (0, 1)
-        )
+        usual = {name: value[0::2] for name, value in observed.items()}
+        others = {name: value[1::2] for name, value in observed.items()}
         self._coordinates = Coordinates(usual, self.forms)
-        features = self._features(usual)
-        self._spaces = [_Space(sample) for sample in features]
+        self._spaces = [_Space(features) for features in self._features(usual)]
         center = self.distances(usual)
         self._mean, self._sd = center.mean(0), center.std(0).clamp(min=1e-6)
         self.others = self.distances(others)
 
     def distances(self, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the distances of data sets ``(data sets, ...)`` from the center of the simulations."""
-        return torch.stack(
-            [space.distances(x) for space, x in zip(self._spaces, self._features(values))], -1
-        )
+        pairs = zip(self._spaces, self._features(values))
+        return torch.stack([space.distances(features) for space, features in pairs], -1)
 
     def batch(self, data: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """Returns values of one data set, or of several, as those of several; None where not all are there."""
+        """Returns the values of data sets ``(data sets, *shape)``; None if a site lacks them, or has another shape."""
         found = {}
         for name, form in self.forms.items():
             value = torch.as_tensor(data.get(name, []), device=self.others.device)
@@ -121,23 +116,18 @@ class SimulatedData:
     def judged(self, values: Mapping[str, Tensor], level: float) -> Misspecification:
         """Returns how far one data set ``(1, ...)`` lies outside."""
         here = self.distances(values)
-        measures = self._measures(self.others), self._measures(here)
-        p_values = (1 + (measures[0] >= measures[1]).sum(0).double()) / (1 + len(self.others))
-        p_value = (
-            float(p_values[0]) if self.others.shape[1] == 2 else min(1.0, 2 * float(p_values.min()))
-        )
+        further = self._measures(self.others) >= self._measures(here)
+        p_values = (1 + further.sum(0).double()) / (1 + len(self.others))
+        # of one site, both measures are the same
+        p_value = min(1.0, min(len(self.forms), 2) * float(p_values.min()))
         ratios = (here[0, 1:] / self.others[:, 1:].median(0).values.clamp(min=1e-6)).tolist()
         sites = dict(sorted(zip(self.forms, ratios), key=lambda item: -item[1]))
         return Misspecification(float(here[0, 0]), self.others[:, 0], p_value, sites, level)
 
     def outside(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns which data sets ``(data sets,)`` are further out than all simulations, by either measure.
-
-        Of few simulations by some more, as each further one may be the furthest.
-        """
+        """Returns which data sets ``(data sets,)`` are further out than all simulations, by either measure."""
         furthest = self._measures(self.others).amax(0)
-        measures = self._measures(self.distances(values))
-        return (measures > (1 + _MARGIN / len(self.others)) * furthest).any(-1)
+        return (self._measures(self.distances(values)) > furthest).any(-1)
 
     def _measures(self, distances: Tensor) -> Tensor:
         """Distances in sds of usual ones, by all features and by the site that is furthest out, ``(data sets, 2)``."""
@@ -157,9 +147,9 @@ def _features(elements: Tensor, form: SiteForm) -> Tensor:
     """A site's elements ``(data sets, elements)``, if few, and how they are distributed over plates."""
     rows = form.shape[: len(form.shape) - form.event_dim].numel()
     table = elements.reshape(len(elements), rows, -1)
-    if table.shape[2] > _FEW:
+    if table.shape[2] > MAX_ELEMENTS:
         table = elements.unsqueeze(-1)
-    features = [elements] if elements.shape[1] <= _FEW else []
+    features = [elements] if elements.shape[1] <= MAX_ELEMENTS else []
     if table.shape[1] > 1:
         mean, sd = table.mean(1), table.std(1) + 1e-3
         features += [mean, sd.log(), (table.amax(1) - mean) / sd, (mean - table.amin(1)) / sd]
@@ -175,19 +165,17 @@ class _Space:
 
     def __init__(self, sample: Tensor) -> None:
         self.center, scale = sample.mean(0), sample.std(0)
-        self.scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        self.scale = torch.where(scale > 0, scale, 1.0)
         x = (sample - self.center) / self.scale
-        num, size = x.shape
+        num = len(x)
         covariance = x.T @ x / num
-        mean = covariance.diagonal().mean()
-        identity = torch.eye(size, dtype=x.dtype, device=x.device)
+        # features that never vary get some variance
+        target = covariance.diagonal().mean().clamp(min=1e-3) * torch.eye(x.shape[1]).to(x)
         error = (x.square().sum(1).square().mean() - covariance.square().sum()) / num
-        departure = (covariance - mean * identity).square().sum().clamp(min=1e-12)
-        share = (error / departure).clamp(_LEAST_SHRINKAGE, 1)
-        self.factor = torch.linalg.cholesky(
-            (1 - share) * covariance + share * mean.clamp(min=_LEAST_SHRINKAGE) * identity
-        )
+        departure = (covariance - target).square().sum().clamp(min=1e-12)
+        share = (error / departure).clamp(1e-3, 1)
+        self.factor = torch.linalg.cholesky(torch.lerp(covariance, target, share))
 
     def distances(self, values: Tensor) -> Tensor:
         x = (values - self.center) / self.scale
-        return torch.linalg.solve_triangular(self.factor, x.T, upper=False).square().sum(0).sqrt()
+        return torch.linalg.solve_triangular(self.factor, x.T, upper=False).norm(dim=0)

@@ -65,10 +65,16 @@ class SOAP(torch.optim.Optimizer):
                 f"Expected lr >= 0, betas and basis_beta within [0, 1), and basis_every of at least 1; got {lr}, "
                 f"{betas}, {basis_beta} and {basis_every}."
             )
-        options = {"basis_beta": basis_beta, "basis_every": basis_every, "max_side": max_side}
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
-        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "basis_beta": basis_beta,
+            "basis_every": basis_every,
+            "max_side": max_side,
+            "weight_decay": weight_decay,
+            "eps": eps,
+        }
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -77,67 +83,56 @@ class SOAP(torch.optim.Optimizer):
         for group in self.param_groups:
             alike: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
-                alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(
-                    parameter
-                )
+                kind = parameter.shape, parameter.dtype, parameter.device
+                alike.setdefault(kind, []).append(parameter)
             for parameters in alike.values():
                 if any(parameter.grad is not None for parameter in parameters):
-                    self._move(parameters, self.state[parameters[0]], **group)
+                    _move(parameters, self.state[parameters[0]], group)
         return found
 
-    def _move(
-        self,
-        parameters: list[Tensor],
-        state: dict[str, Any],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        basis_beta: float,
-        basis_every: int,
-        max_side: int,
-        weight_decay: float,
-        eps: float,
-        **_: Any,
-    ) -> None:
-        matrices = parameters[0].dim() > 1
-        gradient = torch.stack(
-            [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-        )
-        if not state:
-            state |= {
-                "step": 0,
-                "mean": torch.zeros_like(gradient),
-                "square": torch.zeros_like(gradient),
-            }
-            for name, moment in _moments(gradient, max_side) if matrices else ():
-                state[name] = moment
-                state["basis_" + name] = torch.linalg.eigh(moment.double())[1].to(moment).flip(-1)
-            if len(state) > 3:
-                return
-        state["step"] += 1
-        turned = _turned(gradient, state)
-        state["mean"].lerp_(turned, 1 - betas[0])
-        state["square"].mul_(betas[1]).addcmul_(turned, turned, value=1 - betas[1])
-        first, second = (1 - beta ** state["step"] for beta in betas)
-        move = state["mean"] / (state["square"] / second).sqrt_().add_(eps)
-        move *= move * turned > 0  # the others wait
-        for parameter, moved in zip(parameters, _turned(move, state, back=True)):
-            if parameter.grad is not None:
-                parameter.mul_(1 - lr * weight_decay * matrices).sub_(moved, alpha=lr / first)
-        for name, moment in _moments(gradient, max_side) if matrices else ():
-            state[name].lerp_(moment, 1 - basis_beta)
-        if state["step"] % basis_every == 0:
-            mean = _turned(state["mean"], state, back=True)
-            for name in state.keys() & {"left", "right"}:
-                state["basis_" + name] = torch.linalg.qr(state[name] @ state["basis_" + name])[0]
-            state["mean"] = _turned(mean, state)
+
+def _move(parameters: list[Tensor], state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Moves parameters of one shape by their gradients."""
+    gradient = torch.stack(
+        [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+    )
+    moments = _moments(gradient, group["max_side"])
+    if not state:
+        state["step"] = 0
+        state["mean"] = torch.zeros_like(gradient)
+        state["square"] = torch.zeros_like(gradient)
+        for side, moment in moments.items():
+            state[side] = moment
+            state["basis_" + side] = torch.linalg.eigh(moment.double())[1].to(moment).flip(-1)
+        if moments:
+            return
+    state["step"] += 1
+    beta_mean, beta_square = group["betas"]
+    turned = _turned(gradient, state)
+    state["mean"].lerp_(turned, 1 - beta_mean)
+    state["square"].mul_(beta_square).addcmul_(turned, turned, value=1 - beta_square)
+    scale = (state["square"] / (1 - beta_square ** state["step"])).sqrt_()
+    move = state["mean"] / (1 - beta_mean ** state["step"]) / scale.add_(group["eps"])
+    move *= move * turned > 0  # the others wait
+    decay = group["lr"] * group["weight_decay"] if gradient.dim() > 2 else 0.0
+    for parameter, moved in zip(parameters, _turned(move, state, back=True)):
+        if parameter.grad is not None:
+            parameter.mul_(1 - decay).sub_(moved, alpha=group["lr"])
+    for side, moment in moments.items():
+        state[side].lerp_(moment, 1 - group["basis_beta"])
+    if state["step"] % group["basis_every"] == 0:
+        mean = _turned(state["mean"], state, back=True)
+        for side in moments:
+            state["basis_" + side] = torch.linalg.qr(state[side] @ state["basis_" + side])[0]
+        state["mean"] = _turned(mean, state)
 
 
-def _moments(gradient: Tensor, max_side: int) -> Iterable[tuple[str, Tensor]]:
-    """Yields the second moments of the sides of a matrix that are to have a basis."""
-    for name, matrix in (("left", gradient), ("right", gradient.mT)):
-        if matrix.shape[-2] <= max_side:
-            yield name, matrix @ matrix.mT
+def _moments(gradient: Tensor, max_side: int) -> dict[str, Tensor]:
+    """Returns the second moments of the sides of matrices that are to have a basis; of vectors none."""
+    sides = {"left": gradient, "right": gradient.mT} if gradient.dim() > 2 else {}
+    return {
+        name: matrix @ matrix.mT for name, matrix in sides.items() if matrix.shape[-2] <= max_side
+    }
 
 
 def _turned(value: Tensor, state: dict[str, Any], back: bool = False) -> Tensor:

@@ -25,12 +25,11 @@ from pyro_nami.program.runner import Runner
 
 __all__ = ["Region", "next_round"]
 
-_DRAWS, _OUTSIDE = 10_000, 1e-4  # of the guide, and the share of them that may lie outside
-_LEAST = 1e-3  # of the prior's draws that lie inside: other regions are enlarged
+DRAWS = 10_000  # of the guide, of which the region holds all, and of the prior at a time
 
 
 class Region:
-    """Where a guide's density at one data set is no lower than at nearly all of its draws.
+    """Where a guide's density at one data set is no lower than at any of 10,000 of its draws.
 
     Args:
         simulator: of a model whose data have no density.
@@ -52,11 +51,12 @@ class Region:
             raise ValueError(
                 f"Expected one data set, of the site's shape, for rounds; got {self.target.data.num}."
             )
-        self.names, self.least = simulator.latent, -torch.inf
-        drawn = self.target.run_guide(self.target.extent(_DRAWS), Runner({}))
+        self.names = simulator.latent
+        drawn = self.target.run_guide(self.target.extent(DRAWS), Runner({}))
         own = self._log_prob({name: drawn[name]["value"] for name in self.names})
         prior = self._log_prob(self._prior())
-        self.least = min(float(own.quantile(_OUTSIDE)), float(prior.quantile(1 - _LEAST)))
+        # a region of less than a thousandth of the prior is enlarged, as drawing from it would take long
+        self.least = min(float(own.min()), float(prior.quantile(0.999)))
 
     @torch.no_grad()
     def holds(self, latents: Mapping[str, Tensor]) -> Tensor:
@@ -66,18 +66,15 @@ class Region:
     @torch.no_grad()
     def draw(self, num: int) -> dict[str, Tensor]:
         """Returns draws of the prior inside, latent -> ``(num, *plates, *event)``; no data are simulated for them."""
-        parts: dict[str, list[Tensor]] = {name: [] for name in self.names}
-        found = 0
-        while found < num:
+        found = {name: value[:0] for name, value in self._prior().items()}
+        while len(found[self.names[0]]) < num:
             latents = self._prior()
             inside = self.holds(latents)
-            found += int(inside.sum())
-            for name in self.names:
-                parts[name].append(latents[name][inside])
-        return {name: torch.cat(values)[:num] for name, values in parts.items()}
+            found = {name: torch.cat((found[name], latents[name][inside])) for name in found}
+        return {name: value[:num] for name, value in found.items()}
 
     def _prior(self) -> dict[str, Tensor]:
-        extent = self.target.extent(_DRAWS)
+        extent = self.target.extent(DRAWS)
         sites = self.target.run_model(extent, Runner(extent.data))
         return {name: sites[name]["value"].expand(sites[name]["fn"].shape()) for name in self.names}
 
@@ -92,8 +89,6 @@ def next_round(
     region = Region(simulator, guide, data)
     kept = draws.select(region.holds(draws.latents))
     new = simulator.draw(num, latents=region.draw(num))
-    latents, observed = (
-        {name: torch.cat((old[name], add[name])) for name in old}
-        for old, add in zip(kept[:2], new[:2])
-    )
+    latents = {name: torch.cat((kept.latents[name], new.latents[name])) for name in new.latents}
+    observed = {name: torch.cat((kept.observed[name], new.observed[name])) for name in new.observed}
     return JointDraws(latents, observed, draws.nesting)

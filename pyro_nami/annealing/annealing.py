@@ -4,14 +4,29 @@ Chains start from the prior, or from a guide, and follow the densities
 
 .. math:: f_t(z) = f_0(z)^{1 - t} \, p(z, x)^t, \qquad 0 = t_0 < \dots < t_K = 1,
 
-with one Hamiltonian transition at each. A chain's weight, the product of f_{t_k} / f_{t_{k-1}} at the places where it
-was, has the evidence p(x) as its mean. Here is the loop over temperatures, and the result; `tempering` holds the
-densities and where they start, and `transitions` the kernel.
+with one Hamiltonian transition at each, in unconstrained space. A chain's weight, the product of f_{t_k} /
+f_{t_{k-1}} at the places where it was, has the evidence p(x) as its mean. Here is the loop over temperatures, and the
+result; `tempering` holds the densities and where they start, and `transitions` the kernel.
+
+A step size serves all chains of a data set. It follows pilots, one for five chains, whose weights do not count, so
+weights are unbiased. With `resample` (a sequential Monte Carlo sampler), chains of a data set are drawn anew by their
+weights when fewer than half of them are effective; they are their own pilots, and steps are relative to the chains'
+standard deviations. With `conditional_ess`, chains make up to `MAX_TRANSITIONS` transitions at each temperature,
+until their weights hardly depend on where they were. Chains that start from `draws` are drawn from these by their
+weights at the highest temperature that leaves as many effective, and go on from there.
+
+Example:
+    >>> def model(y):
+    ...     z = pyro.sample("z", pyro.distributions.Normal(0.0, 1.0))
+    ...     pyro.sample("y", pyro.distributions.Normal(z, 1.0), obs=y)
+    >>> pyro.set_rng_seed(0)
+    >>> result = annealed_importance_sampling(model, None, torch.tensor(1.0), num_chains=50, num_temperatures=20)
+    >>> bool(abs(result.log_evidence - (-1.5155)) < 0.1)  # y ~ Normal(0, sqrt(2))
+    True
 
 References:
     Neal 2001, "Annealed importance sampling"; Wu et al. 2017, "On the quantitative analysis of decoder-based
-    generative models", whose chains adapt their step sizes to themselves, which ours leave to pilots; Grosse et al.
-    2015, "Sandwiching the marginal likelihood using bidirectional Monte Carlo", for chains from the posterior; Del
+    generative models", whose chains adapt their step sizes to themselves, which ours leave to pilots; Del
     Moral, Doucet and Jasra 2006, "Sequential Monte Carlo samplers"; Zhou, Johansen and Aston 2016, "Toward automatic
     model comparison", for temperatures by the conditional effective sample size.
 """
@@ -45,6 +60,7 @@ from pyro_nami.inference.observations import as_mapping
 from pyro_nami.inference.site_messages import plate_names
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, log_mean, log_mean_error
+from pyro_nami.messages import check_counts
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling"]
 
@@ -61,12 +77,11 @@ class AnnealedSamples(NamedTuple):
 
     Attributes:
         log_weights: log weights in nats, ``(chains, *data sets)``. The mean of their exponentials is an unbiased
-            estimate of p(x); with ``reverse``, of 1 / p(x).
+            estimate of p(x).
         samples: latent -> where the chains ended, ``(chains, *data sets, *site shape)``. With the weights they stand
-            for the posterior, see `weighted` (with ``reverse``, for the start).
+            for the posterior, see `weighted`.
         acceptance_rate: mean acceptance probability of a chain's transitions, ``(chains, *data sets)``.
         step_size: of the last transition, ``(*data sets)``.
-        reverse: whether the chains ran from the posterior to the start.
         plates: latent -> name of the plate of each batch dim, None for a dim that is no plate's.
         variance: of the log evidence by weights that chains were resampled by on the way, ``(*data sets)``.
     """
@@ -76,29 +91,21 @@ class AnnealedSamples(NamedTuple):
     acceptance_rate: Tensor
     step_size: Tensor
     variance: Tensor
-    reverse: bool = False
     plates: Mapping[str, Sequence[str | None]] = {}
 
     def weighted(self) -> WeightedSamples:
-        """Returns samples and weights as those of importance sampling, with their estimates and diagnostics.
+        """Returns samples and weights as weighted samples, with their estimates and diagnostics.
 
         Raises:
-            ValueError: chains that ran from the posterior; all chains of a data set have no weight.
+            ValueError: all chains of a data set have no weight.
         """
-        if self.reverse:
-            raise ValueError(
-                "Expected chains that end in the posterior; these ran from it. Anneal without posterior=."
-            )
         pool = Pool.none(self.variance)._replace(evidence=self.variance)
         return WeightedSamples(self.samples, self.log_weights, self.plates, pool)
 
     @property
     def log_evidence(self) -> Tensor:
-        """Log of the estimated evidence in nats, ``(*data sets)``.
-
-        Its expectation is at most the log evidence; with ``reverse``, at least.
-        """
-        return -log_mean(self.log_weights) if self.reverse else log_mean(self.log_weights)
+        """Log of the estimated evidence in nats, ``(*data sets)``; its expectation is at most the log evidence."""
+        return log_mean(self.log_weights)
 
     @property
     def log_evidence_error(self) -> Tensor:
@@ -117,12 +124,10 @@ def annealed_importance_sampling(
     *args: Any,
     num_chains: int = 5,
     num_temperatures: int = 1000,
-    temperatures: Sequence[float] | Tensor | None = None,
     num_leapfrog_steps: int = 10,
-    step_size: float | Tensor = 0.1,
+    step_size: float = 0.1,
     target_acceptance: float | None = 0.65,
     observations: Mapping[str, Tensor] | None = None,
-    posterior: Mapping[str, Tensor] | None = None,
     chunk_size: int | None = None,
     resample: bool = False,
     conditional_ess: float | None = None,
@@ -133,56 +138,33 @@ def annealed_importance_sampling(
 ) -> AnnealedSamples:
     """Estimates the log evidence of a model by annealed importance sampling with Hamiltonian transitions.
 
-    Latents move in unconstrained space; all chains and data sets share one run of the model per gradient. A step size
-    serves all chains of a data set, and follows pilots, one for five chains, that do not count: weights are unbiased.
-    Chains that are resampled are their own pilots, and step sizes are relative to their standard deviations.
-
     Args:
-        model: a Pyro model with continuous latents; batch dims of chains and data sets stand left of its plates, or it
-            is mapped over them by `torch.vmap`, if it is written for one draw.
+        model: a Pyro model with continuous latents; one that is written for one draw is mapped by `torch.vmap`.
         guide: the start of the path: a guide, with a density at every latent; None for the prior.
         *args, **kwargs: the model's arguments.
         num_chains: independent chains for every data set.
-        num_temperatures: number of densities, both ends among them: 2 is importance sampling.
-        temperatures: inverse temperatures from 0 to 1, increasing, in place of `sigmoid_temperatures`.
+        num_temperatures: number of densities, at `sigmoid_temperatures`: 2 is importance sampling.
         num_leapfrog_steps: gradients per transition.
-        step_size: first step size in unconstrained space, for all data sets or ``(data sets,)``.
-        target_acceptance: mean acceptance probability to steer for; None leaves step sizes alone.
+        step_size: first step size in unconstrained space.
+        target_acceptance: mean acceptance probability to steer step sizes for; None leaves them alone.
         observations: observed site -> value, in place of the model's own, as in `importance_sample`.
-        posterior: latent -> exact draws ``(chains, *data sets, *site shape)``, as those simulated together with the
-            data, to run backwards from: this bounds the log evidence from above, in expectation. They replace
-            ``num_chains``; the last sixth are pilots, unless ``target_acceptance`` is None.
         chunk_size: number of data sets at a time, to bound memory; None for all.
-        resample: whether to draw the chains of a data set anew by their weights, on the way, whenever fewer than half
-            of them are effective (a sequential Monte Carlo sampler, Del Moral et al. 2006): far fewer temperatures do
-            then. The evidence is consistent.
+        resample: whether to resample chains; far fewer temperatures do then, and the evidence is consistent.
         conditional_ess: share of the chains that are to stay effective from one temperature to the next, by which
-            temperatures are chosen for each data set in place of a schedule; with ``resample``. Chains make up to
-            five transitions at each, until their weights hardly depend on where they were.
-        draws: weighted draws of the guide, as by `importance_sample`, more than chains: these are drawn from them by
-            their weights at the highest temperature that leaves as many effective, from where they go on. With
-            ``conditional_ess``, and the same ``defensive``.
+            temperatures are chosen for each data set; with ``resample``.
+        draws: more weighted draws of the guide than chains, to start from; with ``conditional_ess``.
         defensive: share of the chains that start from the prior, in place of the guide, as in `importance_sample`.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: options out of range; a site that does not take batch dims, or has no finite density at the start.
+        ValueError: options out of range; a site without batch dims, or without a finite density at the start.
         NotImplementedError: discrete or scaled latents; no bijection; subsampled plates; guides without densities.
-
-    Example:
-        >>> def model(y):
-        ...     z = pyro.sample("z", pyro.distributions.Normal(0.0, 1.0))
-        ...     pyro.sample("y", pyro.distributions.Normal(z, 1.0), obs=y)
-        >>> pyro.set_rng_seed(0)
-        >>> result = annealed_importance_sampling(model, None, torch.tensor(1.0), num_chains=50, num_temperatures=20)
-        >>> bool(abs(result.log_evidence - (-1.5155)) < 0.1)  # y ~ Normal(0, sqrt(2))
-        True
     """
-    adapts = target_acceptance is not None and not resample
     options = _Options(
-        _schedule(num_temperatures, temperatures, reverse=posterior is not None),
-        *_chain_counts(num_chains, posterior, adapts),
+        num_temperatures,
+        num_chains,
         num_leapfrog_steps,
+        step_size,
         target_acceptance,
         chunk_size,
         resample,
@@ -191,52 +173,53 @@ def annealed_importance_sampling(
     _check(options, draws)
     with _fixed(model, guide):
         target = Target(model, guide, args, kwargs, prior_share=defensive)
-        given, reached = (posterior, None) if draws is None else chains_from(draws, num_chains)
+        given, reached = (None, None) if draws is None else chains_from(draws, num_chains)
         start = Start.of(target, as_mapping(observations), given)
-        return _annealed(start, options, step_size, reached, progress)
+        return _annealed(start, options, reached, progress)
 
 
 class _Options(NamedTuple):
-    """The options of `annealed_importance_sampling`, after a check."""
+    """The options of `annealed_importance_sampling`."""
 
-    schedule: Sequence[float]
+    num_temperatures: int
     num_chains: int
-    num_pilots: int
     num_leapfrog_steps: int
+    step_size: float
     target_acceptance: float | None
     chunk_size: int | None
     resample: bool
     conditional_ess: float | None
 
     @property
-    def reverse(self) -> bool:
-        return self.schedule[0] > self.schedule[-1]
+    def num_pilots(self) -> int:
+        """The number of chains that step sizes follow and that do not count, one for five."""
+        follows = self.target_acceptance is not None and not self.resample
+        return max(1, self.num_chains // 5) if follows else 0
 
 
 def _annealed(
-    start: Start,
-    options: _Options,
-    step_size: float | Tensor,
-    reached: Reached | None,
-    progress: bool,
+    start: Start, options: _Options, reached: Reached | None, progress: bool
 ) -> AnnealedSamples:
     """Anneals all data sets, chunk by chunk."""
+    num_chains = options.num_chains + options.num_pilots
     num_data = start.target.data.num or 1
-    total_chains = options.num_chains + options.num_pilots
-    steps = _step_sizes(step_size, num_data)
     chunks = torch.arange(num_data).split(options.chunk_size or num_data)
-    start = start.checked(total_chains, slice(0, len(chunks[0])))
-    total = None if options.conditional_ess else len(chunks) * (len(options.schedule) - 1)
+    start = start.checked(num_chains, slice(0, len(chunks[0])))
+    total = len(chunks) * (options.num_temperatures - 1)
     parts = []
-    with tqdm(total=total, desc="annealing", delay=1, leave=False, disable=not progress) as bar:
+    with tqdm(
+        total=None if options.conditional_ess else total,
+        desc="annealing",
+        delay=1,
+        leave=False,
+        disable=not progress,
+    ) as bar:
         for chunk in chunks:
             rows = slice(int(chunk[0]), int(chunk[-1]) + 1)
-            path, position = start.path(total_chains, rows)
+            path, position = start.path(num_chains, rows)
             here = reached and Reached(*(part[rows] for part in reached))
-            parts.append(
-                _anneal(path, position, options, steps[rows].to(position), here, bar.update)
-            )
-    return _joined(parts, start, options.reverse)
+            parts.append(_anneal(path, position, options, here, bar.update))
+    return _joined(parts, start)
 
 
 # A wide step may bring values that the model's distributions refuse; such a step is rejected.
@@ -245,21 +228,21 @@ def _anneal(
     path: TemperedPath,
     position: Tensor,
     options: _Options,
-    step_size: Tensor,
     reached: Reached | None,
     tick: Callable[[], Any],
 ) -> AnnealedSamples:
     """Runs all chains of a chunk of data sets along the path; the chains behind ``num_chains`` are pilots."""
-    schedule = options.schedule
+    schedule = sigmoid_temperatures(options.num_temperatures).tolist()
     state = ChainState(position, path.value(position))
     acceptance = torch.zeros_like(state.value.start)
     zero = acceptance[0]
-    now, log_evidence, variance = reached or Reached(zero + schedule[0], zero, zero)
+    step_size = zero + options.step_size
+    now, log_evidence, variance = reached or Reached(zero, zero, zero)
     log_weights = log_evidence.expand(acceptance.shape)
     ancestors = torch.arange(len(acceptance), device=acceptance.device)
     ancestors = ancestors.unsqueeze(-1).expand(acceptance.shape)
     count = moves = 0
-    while not count or (now != schedule[-1]).any():
+    while (now < 1).any():
         count += 1
         before, ratio = now, state.value.ratio
         if options.conditional_ess is None:
@@ -295,14 +278,14 @@ def _anneal(
     )
 
 
-def _joined(parts: list[AnnealedSamples], start: Start, reverse: bool) -> AnnealedSamples:
+def _joined(parts: list[AnnealedSamples], start: Start) -> AnnealedSamples:
     """Returns the result for all chunks; without the dim of data sets if they are not batched."""
 
     def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
         joined = torch.cat(tuple(tensors), dim)
         return joined.squeeze(dim) if start.target.data.num is None else joined
 
-    weights, samples, acceptance, steps, variance, *_ = zip(*parts)
+    weights, samples, acceptance, steps, variance, _ = zip(*parts)
     log_weights = join(weights, 1)
     own, plates = {}, {}
     for name, site in start.latents.items():
@@ -310,68 +293,31 @@ def _joined(parts: list[AnnealedSamples], start: Start, reverse: bool) -> Anneal
         own[name] = value.reshape(log_weights.shape + site["fn"].shape())
         plates[name] = plate_names(site)
     return AnnealedSamples(
-        log_weights, own, join(acceptance, 1), join(steps, 0), join(variance, 0), reverse, plates
+        log_weights, own, join(acceptance, 1), join(steps, 0), join(variance, 0), plates
     )
 
 
-def _schedule(num: int, given: Sequence[float] | Tensor | None, reverse: bool) -> list[float]:
-    """Returns the inverse temperatures in the order in which chains pass them."""
-    if given is None:
-        if num < 2:
-            raise ValueError(f"Expected num_temperatures >= 2; got {num}.")
-        given = sigmoid_temperatures(num)
-    values = torch.as_tensor(given, dtype=torch.float64)
-    if len(values) < 2 or values[0] != 0 or values[-1] != 1 or not (values.diff() > 0).all():
-        raise ValueError(f"Expected temperatures that increase from 0 to 1; got {values.tolist()}.")
-    return values.tolist()[:: -1 if reverse else 1]
-
-
-def _chain_counts(
-    num_chains: int, posterior: Mapping[str, Tensor] | None, adapts: bool
-) -> tuple[int, int]:
-    """Returns the number of chains that count, and of pilots: one for five."""
-    if posterior is None:
-        return num_chains, max(1, num_chains // 5) if adapts else 0
-    counts = {name: len(value) for name, value in posterior.items()}
-    if len(set(counts.values())) != 1:
-        raise ValueError(f"Expected as many posterior draws of every latent; got {counts}.")
-    total = next(iter(counts.values()))
-    pilots = max(1, total // 6) if adapts else 0
-    return total - pilots, pilots
-
-
 def _check(options: _Options, draws: WeightedSamples | None) -> None:
-    _, num_chains, _, steps, acceptance, size, resample, share = options
-    _expect(num_chains > 0, f"num_chains >= 1, or two posterior draws (a pilot); got {num_chains}")
-    _expect(steps > 0, f"num_leapfrog_steps >= 1; got {steps}")
+    temperatures, chains, leapfrogs, step_size, acceptance, size, resample, share = options
+    _expect(temperatures > 1, f"num_temperatures >= 2; got {temperatures}")
+    check_counts(num_chains=chains, num_leapfrog_steps=leapfrogs, chunk_size=size)
+    _expect(step_size > 0, f"step_size > 0; got {step_size}")
     _expect(0 < (acceptance or 0.5) < 1, f"target_acceptance between 0 and 1; got {acceptance}")
-    _expect(size is None or size > 0, f"chunk_size >= 1; got {size}")
     _expect(
         share is None or resample and 0 < share < 1,
         f"conditional_ess between 0 and 1, with resample=True; got {share}",
     )
-    _expect(
-        not (resample and options.reverse),
-        "resample=False where chains run backwards from posterior draws; got True",
-    )
     most = math.inf if draws is None else draws.num_samples
     _expect(
-        draws is None or share is not None and num_chains <= most,
+        draws is None or share is not None and chains <= most,
         f"conditional_ess, and at most {most} chains, where chains start from {most} draws; got {share} and "
-        f"{num_chains} chains",
+        f"{chains} chains",
     )
 
 
 def _expect(holds: bool, expected: str) -> None:
     if not holds:
         raise ValueError(f"Expected {expected}.")
-
-
-def _step_sizes(given: float | Tensor, num_data: int) -> Tensor:
-    sizes = torch.as_tensor(given, dtype=torch.float64)
-    if sizes.shape not in ((), (num_data,)) or not (sizes > 0).all():
-        raise ValueError(f"Expected step_size > 0, one or {num_data}; got {given}.")
-    return sizes.expand(num_data)
 
 
 @contextmanager

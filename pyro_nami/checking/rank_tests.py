@@ -9,7 +9,6 @@ from __future__ import annotations
 __all__ = [
     "EcdfTest",
     "Verdict",
-    "binomial_interval",
     "count_ranks",
     "ecdf_tests",
     "judge",
@@ -34,7 +33,7 @@ BIASED = "biased"
 MISCALIBRATED = "miscalibrated"  # the test rejects, but neither location nor spread says why
 JOINT_DENSITY, JOINT_TARP = "joint density", "joint TARP"  # what all latents together are ranked by
 
-_CLEAR = 3.0  # standard errors by which location or spread must be off to be named as what is wrong
+CLEAR = 3.0  # standard errors by which location or spread must be off to be named as what is wrong
 
 
 class Verdict(NamedTuple):
@@ -68,19 +67,20 @@ class Verdict(NamedTuple):
 def verdicts(ranks: Mapping[str, Counts], num_draws: int, level: float) -> dict[str, Verdict]:
     """Returns a verdict on the ranks of each site, and of each joint test, ``(data sets, *shape)``.
 
-    A p-value is Bonferroni's over all tests of a site's elements, and Holm's over all sites.
+    P-values are adjusted by Bonferroni's method, for all tests of a site's elements and for all sites.
 
     Example:
         >>> wide, few = np.arange(1000) % 100, np.arange(1000) % 50  # ranks among 99 draws
         >>> {name: verdict.verdict for name, verdict in verdicts({"a": wide, "b": few}, 99, level=0.01).items()}
         {'a': 'calibrated', 'b': 'biased'}
     """
-    found = {name: judge(name, values, num_draws) for name, values in ranks.items()}
-    p_values = holm([verdict.p_value for verdict in found.values()]).tolist()
-    return {
-        name: verdict._replace(p_value=p, verdict=CALIBRATED if p >= level else verdict.verdict)
-        for (name, verdict), p in zip(found.items(), p_values)
-    }
+    found = {}
+    for name, values in ranks.items():
+        verdict = judge(name, values, num_draws)
+        p_value = min(1.0, len(ranks) * verdict.p_value)
+        kind = CALIBRATED if p_value >= level else verdict.verdict
+        found[name] = verdict._replace(p_value=p_value, verdict=kind)
+    return found
 
 
 def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
@@ -97,12 +97,12 @@ def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
         clear = {OVERCONFIDENT: far, CONSERVATIVE: -far}
     elif name == JOINT_TARP:
         # Distances that are only larger or only smaller, on average, have no name.
-        clear = {OVERCONFIDENT: wide * (far > -_CLEAR), CONSERVATIVE: -wide * (far < _CLEAR)}
+        clear = {OVERCONFIDENT: wide * (far > -CLEAR), CONSERVATIVE: -wide * (far < CLEAR)}
     else:
         clear = {BIASED: abs(far), OVERCONFIDENT: wide, CONSERVATIVE: -wide}
     kind = max(clear, key=lambda kind: clear[kind])
     return Verdict(
-        verdict=kind if clear[kind] > _CLEAR else MISCALIBRATED,
+        verdict=kind if clear[kind] > CLEAR else MISCALIBRATED,
         p_value=min(1.0, len(tests) * len(counts) * p_value),
         elements=len(counts),
         worst=tuple(map(int, np.unravel_index(element, ranks.shape[1:]))),
@@ -141,7 +141,6 @@ class EcdfTest:
     def __init__(self, num: int, probabilities: ArrayLike, *, central: bool = False) -> None:
         self.num, self.central = num, central
         self.probabilities = np.asarray(probabilities, dtype=float)
-        self._thresholds: dict[float, float] = {}  # level -> statistic, as `band` finds them
 
     @cached_property
     def levels(self) -> Array:
@@ -176,15 +175,7 @@ class EcdfTest:
 
         Counts leave it with a probability of at most ``level``, over all cells together.
         """
-        if level not in self._thresholds:
-            low, high = np.log(level / (2 * len(self.levels) + 2)), np.log(2 * level)
-            while high - low > 1e-3:
-                middle = (low + high) / 2
-                low, high = (
-                    (middle, high) if self.p_value(np.exp(middle)) <= level else (low, middle)
-                )
-            self._thresholds[level] = float(np.exp(low))
-        return _above(self._thresholds[level], *self._tails)
+        return _above(_threshold(self, level), *self._tails)
 
     def _inside(self, threshold: float) -> float:
         """P(T > threshold)."""
@@ -194,14 +185,26 @@ class EcdfTest:
         state, start = np.ones(1), 0
         rates = self.num * self.probabilities
         for rate, least, most in zip(rates, [*low, self.num], [*high, self.num]):
-            state = np.convolve(state, _poisson_pmf(rate, most - start))[
-                least - start : most - start + 1
-            ]
+            state = np.convolve(state, _poisson_pmf(rate, most - start))
+            state = state[least - start : most - start + 1]
             start = least
         return float(state[0] / _poisson_pmf(self.num, self.num)[-1])
 
 
-@lru_cache(maxsize=64)
+@lru_cache
+def _threshold(test: EcdfTest, level: float) -> float:
+    """Returns the largest statistic with a p-value of at most ``level``, within a thousandth."""
+    low, high = np.log(level / (2 * len(test.levels) + 2)), np.log(2 * level)
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        if test.p_value(np.exp(middle)) <= level:
+            low = middle
+        else:
+            high = middle
+    return float(np.exp(low))
+
+
+@lru_cache
 def ecdf_test(num: int, num_draws: int, central: bool = False) -> EcdfTest:
     """Returns the test that ``num`` ranks among ``num_draws`` draws are uniform; ``central``: as central as uniform."""
     uniform = np.full(num_draws + 1, 1 / (num_draws + 1))
@@ -233,24 +236,6 @@ def central_counts(counts: NDArray) -> NDArray:
     if ranks % 2:
         central[..., 0] = counts[..., ranks // 2]
     return central
-
-
-def binomial_interval(num: int, probabilities: ArrayLike, level: float) -> tuple[NDArray, NDArray]:
-    """Returns the smallest and largest counts with tails above ``level / 2`` each, for every probability."""
-    return _above(level, *_binomial_tails(num, np.asarray(probabilities, dtype=float)))
-
-
-def holm(p_values: ArrayLike) -> Array:
-    """Returns p-values adjusted by Holm's method: those below a level are found at that family-wise level.
-
-    Example:
-        >>> holm([0.01, 0.04, 0.03]).tolist()
-        [0.03, 0.06, 0.06]
-    """
-    values = np.asarray(p_values, dtype=float)
-    order = values.argsort(kind="stable")
-    stepped = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)).clip(max=1.0)
-    return stepped[order.argsort()]
 
 
 def _location_and_spread(counts: Counts) -> tuple[float, float]:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributions.kl import register_kl
 
-from pyro_nami.deriving.expansion import Expansion, irregular, trimmed
+from pyro_nami.deriving.expansion import Expansion, irregular, squeezed, within_plates
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["MOST_VALUES", "Enumeration", "num_values"]
 
-MOST_VALUES = 64
+MOST_VALUES = 64  # of a latent; a run of the model has a batch dim of so many
 
 
 class _WithoutScore:
@@ -93,54 +93,38 @@ class Enumeration(Expansion):
         if self.away is None:
             return values.reshape((-1,) + (1,) * (len(batch) - 1) + event).expand(shape)
         like = torch.empty(0, dtype=torch.get_default_dtype(), device=values.device)
-        self._which = (
-            (irregular(batch, like, int(self.away)).abs() * len(values))
-            .long()
-            .clamp(max=len(values) - 1)
-        )
-        return values[self._which]
+        which = irregular(batch, like, int(self.away)).abs() * len(values)
+        return values[which.long().clamp(max=len(values) - 1)]
 
     def solve(self, sites: Mapping[str, Any]) -> None:
-        prior, own = self.priors[self._name], sites[self._name]
-        dims = {frame.dim for frame in own["cond_indep_stack"] if frame.vectorized}
-        logits = prior_logits = prior.log_prob(self.values[self._name])
+        prior_logits = self.priors[self._name].log_prob(self.values[self._name])
+        likelihood = torch.zeros_like(prior_logits)
         for name in filter(sites.__contains__, self.group.children):
-            term = self.density(sites, name)
-            frames = sites[name]["cond_indep_stack"]
-            summed = [frame.dim for frame in frames if frame.vectorized and frame.dim not in dims]
-            logits = logits + (term.sum(summed, keepdim=True) if summed else term)
-        logits = logits.log_softmax(0)
+            density = self.density(sites, name)
+            likelihood = likelihood + within_plates(density, sites[name], sites[self._name])
+        self._likelihood = likelihood.detach()
+        logits = (prior_logits + likelihood).log_softmax(0)
         finite = self.finite[self._name] = ~logits.isnan().any(0)
         logits = torch.where(finite, logits, prior_logits).movedim(0, -1)
         self._logits = logits if self.differentiable else logits.detach()
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         kind = _KINDS[type(innermost(self.priors[name]))]
-        logits = self._logits.reshape(
-            trimmed(self._logits.shape[:-1], dims) + self._logits.shape[-1:]
-        )
+        logits = squeezed(self._logits, dims, 1)
         if kind is _EnumeratedBernoulli:
             return kind(logits=logits[..., 1] - logits[..., 0], validate_args=False)
         return kind(logits=logits, validate_args=False)
 
     # ---- probing
 
-    def measure(self, sites: Mapping[str, Any]) -> None:
-        if self.away is None:
-            self.solve(sites)
-            return
-        own = sites[self._name]
-        terms = [self._total(sites, name) for name in self.group.children]
-        self.totals = torch.stack(
-            [self.priors[self._name].log_prob(own["value"]).detach().sum(), *terms]
-        )
-
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         return bool(self._logits.isfinite().any(-1).all())
 
-    def gain(self, near: Enumeration, far: Enumeration) -> tuple[Tensor, Tensor]:
-        """Of a discrete latent densities alone are compared, as it has no slopes."""
-        chosen = [
-            self._logits.gather(-1, each._which.unsqueeze(-1)).squeeze(-1) for each in (near, far)
-        ]
-        return (chosen[1] - chosen[0]).sum(), (chosen[1] - chosen[0]).abs().sum()
+    def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        value = values[self._name]
+        which = value.argmax(-1) if self.priors[self._name].event_shape else value.long()
+        which = which.reshape(1, *self._likelihood.shape[1:])
+        return [self._likelihood.gather(0, which)]
+
+    def explains(self, far: Enumeration) -> bool:
+        return True  # of a discrete latent densities alone are compared, as it has no slopes

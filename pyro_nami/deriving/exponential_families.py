@@ -13,21 +13,28 @@ from typing import Any, NamedTuple
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import transform_to
 
 from pyro_nami.deriving.expansion import (
     TOLERANCE,
     Expansion,
-    agree,
     derivatives,
     irregular,
-    trimmed,
+    squeezed,
 )
 from pyro_nami.factors.truncated_normal import TruncatedNormal
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["FORMS", "ByStatistics", "Form", "forms_of"]
 
-_FLAT = 1e-5  # least deviation of a prior in those of the Normal that it cuts, which is flat then
+# deviation of a prior, in deviations of the Normal that it cuts, below which the Normal counts as flat
+FLAT = 1e-5
+
+
+def _about_mean(prior: Any, t: Tensor) -> Tensor:
+    """Returns the prior's mean moved by t in unconstrained space."""
+    bijection = transform_to(prior.support)
+    return bijection(bijection.inv(prior.mean) + t)
 
 
 class Form(NamedTuple):
@@ -35,21 +42,17 @@ class Form(NamedTuple):
 
     Attributes:
         priors: types of the prior.
-        at: prior, t -> a point in the support, whatever t is; near the prior's bulk for small ones.
         statistics: z -> T1(z), T2(z), elementwise.
-        slopes: z -> z T1'(z), z T2'(z), which stay finite longer than without z.
-        bends: z -> z^2 T1''(z), z^2 T2''(z).
         kind: type of the conditional.
         parameters: prior, e1, e2 -> those of the conditional.
+        at: prior, t -> a point in the support, whatever t is; near the prior's bulk for small ones.
     """
 
     priors: tuple[type, ...]
-    at: Callable[[Any, Tensor], Tensor]
     statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
-    slopes: Callable[[Tensor], tuple[Tensor, Tensor]]
-    bends: Callable[[Tensor], tuple[Tensor, Tensor]]
     kind: Any
     parameters: Callable[[Any, Tensor, Tensor], tuple[Tensor, ...]]
+    at: Callable[[Any, Tensor], Tensor] = _about_mean
 
 
 def _log_normal(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
@@ -68,12 +71,6 @@ def _beta(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     return prior.concentration1 + e1, prior.concentration0 + e2
 
 
-def _within(prior: Any, t: Tensor) -> Tensor:
-    if isinstance(prior, dist.Uniform):
-        return prior.low + (prior.high - prior.low) * t.sigmoid()
-    return prior.mean * t.exp()
-
-
 def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     low, high = (
         (prior.low, prior.high)
@@ -82,7 +79,7 @@ def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     )
     slope = -prior.rate if isinstance(prior, dist.Exponential) else 0.0
     own = prior.scale.square().reciprocal() if isinstance(prior, dist.HalfNormal) else 0.0
-    precision, least = own - e2, (_FLAT / prior.stddev).square()
+    precision, least = own - e2, (FLAT / prior.stddev).square()
     precision = torch.where(precision > -least, precision.clamp(min=least), torch.nan)
     return torch.broadcast_tensors((slope + e1) / precision, precision.rsqrt(), low, high)
 
@@ -90,63 +87,47 @@ def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
 FORMS: dict[str, Form] = {
     "LogNormal": Form(
         (dist.LogNormal,),
-        lambda prior, t: (prior.loc + prior.scale * t).exp(),
         lambda z: (z.log(), z.log().square() / 2),
-        lambda z: (torch.ones_like(z), z.log()),
-        lambda z: (-torch.ones_like(z), 1 - z.log()),
         dist.LogNormal,
         _log_normal,
+        lambda prior, t: (prior.loc + prior.scale * t).exp(),
     ),
     "Gamma": Form(
         (dist.Gamma, dist.Exponential, dist.Chi2),
-        lambda prior, t: prior.mean * t.exp(),
         lambda z: (z.log(), z),
-        lambda z: (torch.ones_like(z), z),
-        lambda z: (-torch.ones_like(z), torch.zeros_like(z)),
         dist.Gamma,
         _gamma,
     ),
     "InverseGamma": Form(
         (dist.InverseGamma,),
-        lambda prior, t: prior.rate / (prior.concentration + 1) * t.exp(),
         lambda z: (z.log(), z.reciprocal()),
-        lambda z: (torch.ones_like(z), -z.reciprocal()),
-        lambda z: (-torch.ones_like(z), 2 * z.reciprocal()),
         dist.InverseGamma,
         lambda prior, e1, e2: (prior.concentration - e1, prior.rate - e2),
+        lambda prior, t: prior.rate / (prior.concentration + 1) * t.exp(),
     ),
     "Beta": Form(
         (dist.Beta, dist.Uniform),
-        lambda prior, t: (prior.mean.logit() + t).sigmoid(),
         lambda z: (z.log(), (-z).log1p()),
-        lambda z: (torch.ones_like(z), z / (z - 1)),
-        lambda z: (-torch.ones_like(z), -(z / (z - 1)).square()),
         dist.Beta,
         _beta,
     ),
     # The second statistic sums to a constant: it takes up how far a model normalizes by itself.
     "Dirichlet": Form(
         (dist.Dirichlet,),
-        lambda prior, t: (prior.mean.log() + t).softmax(-1),
         lambda z: (z.log(), z),
-        lambda z: (torch.ones_like(z), z),
-        lambda z: (-torch.ones_like(z), torch.zeros_like(z)),
         dist.Dirichlet,
         lambda prior, e1, e2: (prior.concentration + e1,),
     ),
     "TruncatedNormal": Form(
         (dist.Uniform, dist.HalfNormal, dist.Exponential),
-        _within,
         lambda z: (z, z.square() / 2),
-        lambda z: (z, z.square()),
-        lambda z: (torch.zeros_like(z), z.square()),
         TruncatedNormal,
         _truncated,
     ),
 }
 
 
-_ASIDE = 0.0317
+ASIDE = 0.0317  # nats about the mean, or prior deviations, where children's slopes are taken
 
 
 def forms_of(prior: Any, moving: bool = False) -> list[str]:
@@ -181,76 +162,63 @@ class ByStatistics(Expansion):
             )
         # Not at the mean itself: at 1/2 some densities have no curvature by their implementation.
         with torch.no_grad():
-            t = (_ASIDE if self.away is None else self.away) * irregular(shape, base.mean, 1)
+            t = (ASIDE if self.away is None else self.away) * irregular(shape, base.mean, 1)
             return self._form.at(base, t).expand(shape)
 
     def solve(self, sites: Mapping[str, Any]) -> None:
-        self._read(self.take(sites, again=True, whole=True))
-
-    def _read(self, slopes: Mapping[str, Tensor]) -> None:
         """Solves e1 T1' + e2 T2' = l' and e1 T1'' + e2 T2'' = l'', the latter along one direction in a simplex."""
-        leaf, slope = self.values[self._name], slopes[self._name]
+        leaf, slope = self.values[self._name], self.take(sites, again=True, whole=True)[self._name]
         z, along = leaf.detach(), torch.ones_like(leaf)
         if innermost(self.priors[self._name]).event_shape:
             along[..., -1] = 1.0 - leaf.shape[-1]
         with derivatives():
-            bend = torch.zeros_like(slope)
-            if slope.requires_grad:
-                options: Any = {
-                    "create_graph": self.differentiable,
-                    "retain_graph": True,
-                    "materialize_grads": True,
-                }
-                (bend,) = torch.autograd.grad((slope * along).sum(), leaf, **options)
-            slope, bend = z * slope, z * (z * bend)
-            first, second = self._form.slopes(z), [each * along for each in self._form.bends(z)]
-            det = first[0] * second[1] - first[1] * second[0]
-            e1 = (slope * second[1] - first[1] * bend) / det
-            e2 = (first[0] * bend - slope * second[0]) / det
+            at = z.clone().requires_grad_()
+            firsts = [_derivative(each, at) for each in self._form.statistics(at)]
+            seconds = [_derivative(each * along, at).detach() for each in firsts]
+            bend = _derivative(slope * along, leaf, again=self.differentiable)
+            # Times z and its square, as by log z, numbers overflow later.
+            first1, first2, slope = (z * each for each in (*map(Tensor.detach, firsts), slope))
+            second1, second2, bend = (z * (z * each) for each in (*seconds, bend))
+            det = first1 * second2 - first2 * second1
+            e1 = (slope * second2 - first2 * bend) / det
+            e2 = (first1 * bend - slope * second1) / det
         finite = self.finite[self._name] = e1.isfinite() & e2.isfinite()
         e1, e2 = (torch.where(finite, each, 0.0) for each in (e1, e2))
         self.natural = (e1, e2) if self.differentiable else (e1.detach(), e2.detach())
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         prior = self.priors[name]
+        event_dim = len(prior.event_shape)
         parameters = self._form.parameters(innermost(prior), *self.natural)
-        event_dims = len(prior.event_shape)
-        shape = parameters[0].shape
-        shape = trimmed(shape[: len(shape) - event_dims], dims) + shape[len(shape) - event_dims :]
-        fn = self._form.kind(*(each.reshape(shape) for each in parameters), validate_args=False)
-        return fn.to_event(event_dims - len(fn.event_shape))
-
-    def measure(self, sites: Mapping[str, Any]) -> None:
-        if self.away is None:
-            self._read(self.take(sites, again=True, whole=True))
-        else:
-            super().measure(sites)
+        trim = (squeezed(each, dims, event_dim) for each in parameters)
+        fn = self._form.kind(*trim, validate_args=False)
+        return fn.to_event(event_dim - len(fn.event_shape))
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
-        """Whether each child's log density moves at all, and the conditional is a proper one."""
         parameters = self._form.parameters(innermost(self.priors[self._name]), *self.natural)
         try:
             self._form.kind(*parameters, validate_args=True)
         except ValueError:
             return False
-        slopes = (
-            self.take(sites, again=True, whole=True, parts=[child]) for child in self.group.children
-        )
-        return all(bool((slope[self._name] != 0).any()) for slope in slopes)
+        return super().reaches(sites)
+
+    def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        statistics = self._form.statistics(values[self._name])
+        return [e * each for e, each in zip(self.natural, statistics)]
 
     def explains(self, far: ByStatistics) -> bool:
-        z = far.values[self._name].detach()
         if self._form.kind is dist.Dirichlet:  # of a sum that is one nothing can be learned
             mean = self.natural[1].mean(-1, keepdim=True)
             size = self.natural[0].abs().amax(-1, keepdim=True) + mean.abs()
             if not ((self.natural[1] - mean).abs() <= TOLERANCE * size).all():
                 return False
-        terms = [e * slope for e, slope in zip(self.natural, self._form.slopes(z))]
-        return agree(z * far.slopes[self._name], torch.zeros_like(z), terms)
+        return super().explains(far)
 
-    def gain(self, near: ByStatistics, far: ByStatistics) -> tuple[Tensor, Tensor]:
-        starts, ends = (
-            self._form.statistics(each.values[self._name].detach()) for each in (near, far)
-        )
-        terms = [e * (end - start) for e, start, end in zip(self.natural, starts, ends)]
-        return sum(terms).sum(), sum(term.abs() for term in terms).sum()  # type: ignore[union-attr]
+
+def _derivative(values: Tensor, at: Tensor, again: bool = True) -> Tensor:
+    """Returns the derivative of the sum of some values, zero where they do not depend on ``at``."""
+    if not values.requires_grad:
+        return torch.zeros_like(at)
+    return torch.autograd.grad(
+        values.sum(), at, create_graph=again, retain_graph=True, materialize_grads=True
+    )[0]

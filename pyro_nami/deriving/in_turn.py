@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import Expansion, trimmed
+from pyro_nami.deriving.expansion import Expansion, trimmed, within_plates
 from pyro_nami.factors.bounds import Bound, bound_for
 from pyro_nami.factors.joint import to_instances, to_sequence
-from pyro_nami.factors.wrappers import layers
 from pyro_nami.program.masks import log_density_of
 
-__all__ = ["ConditionalsInTurn", "InTurn", "Order", "Turns"]
+__all__ = ["ConditionalsInTurn", "InTurn", "Order"]
 
 
 class Order(NamedTuple):
@@ -38,73 +36,41 @@ class ChildTerm(NamedTuple):
     """What one child says of the elements of a latent, in turn.
 
     Attributes:
-        density: its log density at predictors ``(*, *batch, *event)``, ``(*, *batch)`` over the latent's plates; or of
-            some entries of the event, second argument, at predictors of these.
-        rest: of the predictor, what is not of the element and those before it, ``(elements, *batch, *event)``.
-        added: what each element adds if it is 1, of that shape.
+        density: from predictors ``(*, *batch, *event)`` to the child's log density ``(*, *batch)`` over the latent's
+            plates.
+        rest: the predictor without the element and those before it, ``(elements, *batch, *event)``.
+        added: what each element adds to the predictor if it is 1, of that shape.
         event_dim: of the child.
-        entries: for each element those of the event that it adds to; None where these are most.
     """
 
-    density: Callable[..., Tensor]
+    density: Callable[[Tensor], Tensor]
     rest: Tensor
     added: Tensor
     event_dim: int
-    entries: Sequence[Tensor] | None
 
-    def gain(self, before: Tensor, index: Any = slice(None)) -> Tensor:
-        """Returns log odds of elements ``index``, ``(*, *batch)``, given what those before add to the predictor."""
-        without = self.rest[index]
-        added = self.added[index]
-        entries = None
-        if self.entries is not None and isinstance(index, int):
-            entries = self.entries[index]
-            without, added = without[..., entries], added[..., entries]
-            before = before[..., entries] if before.dim() else before
-        without = without + before
-        return self.density(without + added, entries) - self.density(without, entries)
-
-    def of(self, element: Tensor, index: Any = slice(None)) -> Tensor:
+    def adds(self, element: Tensor, index: Any) -> Tensor:
         """Returns what elements ``index`` add to the predictor at their values ``(*, *batch)``."""
         return self.added[index] * element.reshape(element.shape + (1,) * self.event_dim)
 
-
-class Turns(tuple[ChildTerm, ...]):
-    """All parts of what a latent's elements, in turn, are drawn by."""
-
-    def next(
-        self, index: int, before: Sequence[Tensor], element: Tensor | None = None
-    ) -> tuple[Tensor, list]:
-        """Returns what children add to the log odds of an element ``(*batch,)``, in nats.
+    def gain(self, before: Tensor | float, index: Any) -> Tensor:
+        """Returns what the child adds to the log odds of elements ``index``, in nats.
 
         Args:
-            index: of the element.
-            before: what this function returned second for the element before; nothing for the first.
-            element: that one's value, ``(*batch,)``.
+            before: what the elements before them add to the predictor.
+            index: of one element, or of all.
         """
-        if element is None:
-            totals: list[Any] = [part.rest.new_zeros(()) for part in self]
-        else:
-            totals = [total + part.of(element, index - 1) for total, part in zip(before, self)]
-        gains = [part.gain(total, index) for total, part in zip(totals, self)]
-        return functools.reduce(torch.add, gains), totals
+        without = self.rest[index] + before
+        return self.density(without + self.added[index]) - self.density(without)
 
-    def all(self, elements: Tensor) -> Tensor:
-        """Returns what children add to all log odds ``(*batch, elements)`` at values of that shape, in one pass."""
-        elements, gains = elements.movedim(-1, 0), []
-        for part in self:
-            # batch dims that values alone have
-            outer = (1,) * (elements.dim() + part.event_dim - part.rest.dim())
-            rest, added = (
-                each.reshape(each.shape[:1] + outer + each.shape[1:])
-                for each in (part.rest, part.added)
-            )
-            wide = part._replace(rest=rest, added=added)
-            before = wide.of(elements)
-            gains.append(
-                wide.gain(torch.cat([torch.zeros_like(before[:1]), before[:-1].cumsum(0)]))
-            )
-        return functools.reduce(torch.add, gains).movedim(0, -1)
+    def gains(self, elements: Tensor) -> Tensor:
+        """Returns what the child adds to the log odds ``(*batch, elements)`` at values of that shape."""
+        elements = elements.movedim(-1, 0)
+        # with the batch dims that values alone have
+        extra = elements.dim() + self.event_dim - self.rest.dim()
+        index = (slice(None), *[None] * extra)
+        adds = self.adds(elements, index)
+        before = torch.cat([torch.zeros_like(adds[:1]), adds[:-1].cumsum(0)])
+        return self.gain(before, index).movedim(0, -1)
 
 
 class InTurn(Expansion):
@@ -162,7 +128,6 @@ class InTurn(Expansion):
     def solve(self, sites: Mapping[str, Any]) -> None:
         self._zero: dict[str, Tensor] = {}
         self._added: dict[str, Tensor] = {}
-        self._entries: dict[str, list[Tensor] | None] = {}
         for name in (name for name in self.group.children if name in sites):
             s = _bound_of(sites[name]).predictor(sites[name]["fn"])
             event_dim = len(sites[name]["fn"].event_shape)
@@ -171,7 +136,6 @@ class InTurn(Expansion):
                 continue
             s = s if self.differentiable else s.detach()
             self._zero[name], self._added[name] = s[0], s[1:] - s[0]
-            self._entries[name] = _entries(self._added[name], self._sites[name]["fn"])
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         """Returns a member's distribution, without leading ones beyond ``dims``.
@@ -183,7 +147,8 @@ class InTurn(Expansion):
         """
         order, event = self._orders[name], self.priors[name].event_shape
         own = values[name] if name in values else self._bounded.probabilities(name)
-        gains = self.turns(name, values).all(to_sequence(_flat(own, len(event)), order.dims))
+        elements = to_sequence(_flat(own, len(event)), order.dims)
+        gains: Any = sum(term.gains(elements) for term in self.terms(name, values))
         gains = to_instances(gains, order.dims, order.sizes)
         gains = gains.reshape(gains.shape[:-1] + event)
         return self._bounded.bernoulli(name, self._bounded.prior_logits[name] + gains, dims)
@@ -192,9 +157,9 @@ class InTurn(Expansion):
         """Returns a member's distribution without what its children say, of batch shape ``(*batch, *plates)``."""
         return self._bounded.bernoulli(name, self._bounded.prior_logits[name], dims)
 
-    def turns(self, name: str, before: Mapping[str, Tensor]) -> Turns:
-        """Returns what children add to the log odds of a member's elements, given values of members before it."""
-        return Turns(self._part(name, child, before) for child in self._zero)
+    def terms(self, name: str, before: Mapping[str, Tensor]) -> list[ChildTerm]:
+        """Returns what each child says of a member's elements, given values of members before it."""
+        return [self._term_of(name, child, before) for child in self._zero]
 
     def error(self) -> float:
         """Returns how far off the predictors at the prior's means are, relative to the largest."""
@@ -214,37 +179,25 @@ class InTurn(Expansion):
         event = (1,) * len(self._sites[child]["fn"].event_shape)
         return self._added[child][self._places[name]] * elements.reshape(elements.shape + event)
 
-    def _part(self, name: str, child: str, before: Mapping[str, Tensor]) -> ChildTerm:
-        """Returns what a child says of a member's elements."""
+    def _term_of(self, name: str, child: str, before: Mapping[str, Tensor]) -> ChildTerm:
         others = [
             self._adds(other, child, before).sum(0) for other in self._orders if other != name
         ]
         adds = self._adds(name, child, {})
         to_come = torch.cat([adds[1:].flip(0).cumsum(0).flip(0), torch.zeros_like(adds[:1])])
-        plates = [
-            {f.dim for f in self._sites[each]["cond_indep_stack"] if f.vectorized}
-            for each in (child, name)
-        ]
-        density = functools.partial(self._density, child, sorted(plates[0] - plates[1]))
-        rest = sum(others, start=self._zero[child]) + to_come
-        own, entries = self._places[name], self._entries[child]
-        event_dim = len(self._sites[child]["fn"].event_shape)
         return ChildTerm(
-            density, rest, self._added[child][own], event_dim, entries[own] if entries else None
+            functools.partial(self._density, name, child),
+            sum(others, start=self._zero[child]) + to_come,
+            self._added[child][self._places[name]],
+            len(self._sites[child]["fn"].event_shape),
         )
 
-    def _density(self, child: str, summed: list[int], s: Tensor, entries: Tensor | None) -> Tensor:
-        """Returns a child's log density at predictors ``(*, *batch, *event)``, summed over some of its plates."""
-        bound, weight = _bound_of(self._sites[child]), self.weight(self._sites, child)
-
-        def log_prob_of(fn: Any, value: Tensor) -> Tensor:
-            if entries is None:
-                return bound.log_prob_at(fn, value, s)
-            return bound.log_density(value[..., entries], s).sum(-1)
-
-        log_prob = log_density_of(self._sites[child], log_prob_of)
+    def _density(self, name: str, child: str, s: Tensor) -> Tensor:
+        """Returns a child's log density at predictors ``(*, *batch, *event)``, summed within a member's plates."""
+        site, weight = self._sites[child], self.weight(self._sites, child)
+        log_prob = log_density_of(site, functools.partial(_bound_of(site).log_prob_at, s=s))
         log_prob = log_prob if weight is None else log_prob * weight
-        return log_prob.sum(summed, keepdim=True) if summed else log_prob
+        return within_plates(log_prob, site, self._sites[name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +208,7 @@ class ConditionalsInTurn:
     """
 
     conditionals: Any
-    turns: Turns
+    terms: Sequence[ChildTerm]
     dims: int  # batch dims of the site
 
     def first(self) -> tuple[Tensor, Callable]:
@@ -264,40 +217,28 @@ class ConditionalsInTurn:
 
     @functools.cached_property
     def _first(self) -> tuple[Tensor, Callable]:
-        return self._moved(*self.conditionals.first(), 0, ())
+        params, advance = self.conditionals.first()
+        return self._with_gains(params, advance, 0, [0.0] * len(self.terms))
 
     def all(self, features: Tensor) -> Tensor:
         """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
-        gains = self.turns.all(features[..., 0])
+        gains: Any = sum(term.gains(features[..., 0]) for term in self.terms)
         return self.conditionals.all(features) + gains.unsqueeze(-1)
 
-    def _moved(
-        self, params: Tensor, advance: Callable, index: int, *given: Any
+    def _with_gains(
+        self, params: Tensor, advance: Callable, index: int, before: Sequence[Any]
     ) -> tuple[Tensor, Callable]:
-        gain, before = self.turns.next(index, *given)
+        gain: Any = sum(term.gain(each, index) for term, each in zip(self.terms, before))
         gain = gain.reshape(trimmed(gain.shape, self.dims)).unsqueeze(-1)
-        return params + gain, functools.partial(self._next, advance, index + 1, before)
+        return params + gain, functools.partial(self._advance, advance, index, before)
 
-    def _next(
-        self, advance: Callable, index: int, before: Any, features: Tensor
+    def _advance(
+        self, advance: Callable, index: int, before: Sequence[Any], features: Tensor
     ) -> tuple[Tensor, Callable]:
-        return self._moved(*advance(features), index, before, features[..., 0])
-
-
-def _entries(added: Tensor, fn: Any) -> list[Tensor] | None:
-    """Returns which entries of an event, a vector, each element adds to, if these are few; None otherwise."""
-    if len(fn.event_shape) != 1 or any(
-        isinstance(layer, MaskedDistribution) for layer in layers(fn)
-    ):
-        return None
-    if torch.jit.is_tracing():  # which would take them for constants
-        return None
-    some = (added.detach() != 0).flatten(1, -2).any(1) if added.dim() > 2 else added.detach() != 0
-    return (
-        None
-        if 2 * int(some.sum()) > some.numel()
-        else [each.nonzero().squeeze(-1) for each in some]
-    )
+        value = features[..., 0]
+        after = [each + term.adds(value, index) for term, each in zip(self.terms, before)]
+        params, advance = advance(features)
+        return self._with_gains(params, advance, index + 1, after)
 
 
 def _flat(value: Tensor, event_dim: int) -> Tensor:

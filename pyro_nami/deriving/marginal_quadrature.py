@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.grid_search import SIZE, Box, search
-from pyro_nami.deriving.grids import HALF, LineDensity, bent
+from pyro_nami.deriving.grid_search import Box, search
+from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent
 from pyro_nami.factors.distribution import SiteDistribution
 
 __all__ = ["Marginal", "points_of"]
@@ -90,6 +90,15 @@ class Marginal:
         quantiles = LineDensity.of_values(line).quantiles()
         fn = bent(quantiles, middle, half / HALF, self._like, 1, dims)
         return SiteDistribution(fn, self._layouts[index])
+
+    def draw(self, count: int, batch: torch.Size) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns draws of the members, ``(count, *batch, *event)``, and their log density, ``(count, *batch)``."""
+        values, log_prob = dict[str, Tensor](), torch.zeros((), dtype=torch.float64)
+        for name in self.group.members:
+            fn = self.conditional(name, values).expand((count, *batch))
+            values[name] = fn.sample()
+            log_prob = log_prob + fn.log_prob(values[name]).double()
+        return values, log_prob
 
 
 def _row(table: Tensor, place: Tensor) -> Tensor:

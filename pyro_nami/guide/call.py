@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inputs import IndexMaps
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
 __all__ = ["Call", "Derived"]
 
 
 class Derived(NamedTuple):
-    """What earlier calls derived from data, for later ones to use.
+    """Results that earlier calls derived from data.
 
     Attributes:
         constants: of exact conditionals at the data of training; None where the call has other data.
@@ -34,11 +35,11 @@ class Derived(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call's data. Where another call is answered with the posterior of these, ``target`` is that one."""
+    """The arguments and data whose posterior a guide draws from.
 
-    model: Callable
-    args: tuple
-    kwargs: Mapping[str, Any]
+    If the guide was called with other arguments than those of training, ``target`` is the call with these."""
+
+    program: Program
     indices: Mapping[str, Tensor] = field(default_factory=dict)  # subsampled plate -> its instances
     # observed site -> value that the factors read
     values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -57,18 +58,12 @@ class Call:
     derived: Derived = field(default_factory=lambda: Derived(None, {}, {}))
     target: TrainedAnswer | None = None
 
-    def argument(self, slot: int | str) -> Any:
-        """Returns the model's argument at a position or of a name; None if this call has none."""
-        if isinstance(slot, str):
-            return self.kwargs.get(slot)
-        return self.args[slot] if slot < len(self.args) else None
-
     @functools.cached_property
     def frames(self) -> dict[str, Any]:
-        """Plate -> its frame, of the plates that `sites` are in."""
+        """Plate -> its frame, for every plate around a site."""
         frames = (frame for site in self.sites.values() for frame in site["cond_indep_stack"])
         return {frame.name: frame for frame in frames if frame.vectorized}
 
     def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Returns the sites of a hidden run of the model on this call's arguments and instances; see `Runner`."""
-        return Runner(values, self.indices, **options).run(self.model, self.args, self.kwargs)
+        return self.program.run(Runner(values, self.indices, **options))

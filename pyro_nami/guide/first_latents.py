@@ -1,9 +1,10 @@
-"""The latents that are sampled first, from a marginal posterior on a grid: the choice, the density, its check."""
+"""Latents that are sampled first, from their marginal posterior on a grid: their choice, density and check."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pyro
@@ -32,23 +33,30 @@ from pyro_nami.program.flat_priors import CUT, MOST_LOST
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
+from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.site_values import any_value
 
 __all__ = ["cut_by_bounds", "first_ones", "flaw_of_tables", "marginal"]
 
-_DRAWS, _SPREADS, _LEAST_SPREAD = 256, 2.0, 1e-6  # of a prior, for the first grid
-_MOST_AT_ONCE = 2e6  # points times rows of data in one run of the model
-# points times rows of data, and the points that a grid of others at each counts as
-_MOST_TABLE, _GRID = 4e6, 15
-_CHECKED, _MOST_SPREAD = 64, 0.03  # draws of a table, and by how many nats they may be off
+PRIOR_SAMPLES = (
+    256  # draws by which the spread of a prior is told; it is where the search for a grid begins
+)
+# width of the first grid, in widths of the prior's middle 68%; a search that begins too narrow takes more steps
+FIRST_WIDTH = 4.0
+MIN_WIDTH = 1e-6  # of a prior that is nearly a constant, in unconstrained space
+# points that the grid of a further latent, at each point of the first, is counted as
+INNER_POINTS = 15
+CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
+# standard deviation of a table's error in nats, of what is taken for exact: weights vary by 3% then
+MAX_ERROR = 0.03
 # nats more, where data are so large beside their noise that single precision tells no better
-_MOST_ROUNDED = 0.3
+MAX_ROUNDING = 0.3
 
 
 def first_ones(
     first: FirstCall, inverse: Inverse, order: Sequence[str], groups: Mapping[str, ConjugateGroup]
 ) -> ConjugateGroup | None:
-    """Returns the latents that come first, if all others have exact conditionals given them, and they are few."""
+    """Returns one or two latents to sample first from a grid, if all others are exact given them; else None."""
     rest = [name for name in order if name not in groups]
     nodes = first.nodes
     options = first.options
@@ -99,11 +107,11 @@ def first_ones(
 def marginal(
     plan: Plan, call: Call, current: Pass, group: ConjugateGroup, derive: Callable
 ) -> Marginal:
-    """Returns the conditionals of what comes first, found anew where a call's data or arguments are others.
+    """Returns the grid's conditionals for a call; a kept grid is used while data and arguments are the same.
 
     ``derive`` is `pyro_nami.guide.derivation.derive`.
     """
-    leaves = tree_leaves([call.args, call.kwargs, call.values, call.held])
+    leaves = tree_leaves([call.program.args, call.program.kwargs, call.values, call.held])
     known, found, seen = call.derived.tables.get(group, (None, None, None))
     joint = _Joint.of(plan, call, current, derive)
     same = known is not None and known.are(leaves)
@@ -116,35 +124,28 @@ def marginal(
             raise ValueError(
                 f"At these data {error}. A guide with rules={learned} takes them."
             ) from error
-        call.derived.tables[group] = known, found, joint.seen(group, found)
+        call.derived.tables[group] = known, found, joint.seen(found)
     else:
         current.derived.sites.update({name: sites[name] for name in group.members})
     return found
 
 
 def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> str:
-    """Returns what speaks against the latents that come first being found by quadrature; empty if nothing does.
+    """Returns why the first latents cannot be sampled from a grid; empty if they can.
 
     Draws by it have to have the log density that it says, all others drawn given them, up to a constant.
     """
-    group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
+    group = _marginal_group(plan)
     if group is None:
         return ""
     joint = _Joint.of(plan, call, current, derive)
     grids = {each for each in plan.groups.values() if each.is_tabulated}
-    if points_of(group) * joint.rows() * _GRID ** len(grids) > _MOST_TABLE:
+    if points_of(group) * INNER_POINTS ** len(grids) > rows_in_memory(joint.rows()):
         return "a grid for all rows of data is too large"
     try:
         joint.check_runs_for_many(group)
-        table = joint.table(group)
-        values = dict[str, Tensor]()
-        given = torch.zeros(())
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-            pyro.set_rng_seed(1)
-            for name in group.members:
-                fn = table.conditional(name, values).expand((_CHECKED, *joint.leading))
-                values[name] = fn.sample()
-                given = given + fn.log_prob(values[name]).double()
+        with _hidden(seed=1):
+            values, given = joint.table(group).draw(CHECKED_DRAWS, joint.leading)
             spread = float((joint.log_density(values) - given).std(0).max())
         with torch.enable_grad():
             sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
@@ -153,16 +154,15 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
             ]
         if next(parameters_of(*densities), None) is not None:
             return "the model has parameters, which are still to be learned"
-        most = _MOST_SPREAD + min(
-            _MOST_ROUNDED, _rounding(sites[name] for name in plan.read if name in sites)
-        )
-        return "" if spread < most else f"by quadrature it would be off by {spread:.2g} nats"
+        rounding = _rounding(sites[name] for name in plan.read if name in sites)
+        is_exact = spread < MAX_ERROR + min(MAX_ROUNDING, rounding)
+        return "" if is_exact else f"by quadrature it would be off by {spread:.2g} nats"
     except Exception as error:  # noqa: BLE001  whatever a model does at values far out
         return f"quadrature fails with {type(error).__name__}: {error}"
 
 
 def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
-    """Returns by how many nats rounding usually moves the log density of Normal data, whatever finds it."""
+    """Returns the typical rounding error, in nats, of the log density of Normal data."""
     total = 0.0
     for site in sites:
         if (off := rounding_of(site)) is not None:
@@ -172,30 +172,37 @@ def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
 
 
 def cut_by_bounds(plan: Plan, call: Call, current: Pass, derive: Callable) -> dict[str, str]:
-    """Returns the latents with flat priors whose bounds cut off some of the result, and what to say of each.
+    """Returns latent -> reason, for latents with flat priors whose bounds cut off part of the posterior.
 
     What is derived as flat is that given the latents that come first, which `Refutation` knows no values of.
     """
-    group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
+    group = _marginal_group(plan)
     if group is None or not any(each.flat for each in plan.groups.values()):
         return {}
-    joint, values = _Joint.of(plan, call, current, derive), dict[str, Tensor]()
+    joint = _Joint.of(plan, call, current, derive)
     try:
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-            pyro.set_rng_seed(1)
-            table = joint.table(group)
-            for name in group.members:
-                values[name] = (
-                    table.conditional(name, values).expand((_CHECKED, *joint.leading)).sample()
-                )
-            lost = joint._drawn(values)[0].derived.lost()
+        with _hidden(seed=1):
+            values, _ = joint.table(group).draw(CHECKED_DRAWS, joint.leading)
+            lost = joint.with_others(values)[0].derived.lost()
     except Exception:  # noqa: BLE001  of which `flaw_of_tables` tells
         return {}
     return {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
 
 
+def _marginal_group(plan: Plan) -> ConjugateGroup | None:
+    return next((group for group in plan.groups.values() if group.form == "marginal"), None)
+
+
+@contextmanager
+def _hidden(seed: int = 0) -> Iterator[None]:
+    """Makes runs of the model without gradients, with random numbers of a seed, and without validation."""
+    with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+        pyro.set_rng_seed(seed)
+        yield
+
+
 class _Joint(NamedTuple):
-    """The log density of a call's latents and data, all but a few latents integrated out."""
+    """The marginal log density of the first latents and the data of a call."""
 
     plan: Plan
     call: Call
@@ -205,7 +212,7 @@ class _Joint(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, call: Call, current: Pass, derive: Callable) -> _Joint:
-        """Returns that of a call's data."""
+        """Returns the marginal density for the data of a call."""
         leading = leading_shape(call.values, plan.event_dims, plan.plates.nesting)
         return cls(plan, call, current, functools.partial(derive, plan, call), leading)
 
@@ -214,21 +221,19 @@ class _Joint(NamedTuple):
         return max((value.numel() for value in self.call.values.values()), default=1)
 
     def check_runs_for_many(self, group: ConjugateGroup) -> None:
-        """Raises ValueError where the model mixes up draws in a way that would take much memory for those of a grid."""
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+        """Raises ValueError if the model pairs every draw with every other, which takes too much memory on a grid."""
+        with _hidden():
             sites = self.call.run(self.call.held, until=group.members)
             few = {
                 name: any_value(sites[name]["fn"].expand((2, *self.leading)))
                 for name in group.members
             }
-            self.call.run(
-                {**self.call.held, **self._with_others(few)[0]}, note=of_rank(1 + len(self.leading))
-            )
+            values = self.with_others(few)[0].values
+            self.call.run({**self.call.held, **values}, note=of_rank(1 + len(self.leading)))
 
     def table(self, group: ConjugateGroup) -> Marginal:
         """Returns the conditionals of a group, from runs of the model at points of a grid."""
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-            pyro.set_rng_seed(0)
+        with _hidden():
             sites = self.call.run(self.call.held, until=group.members)
             layouts = {
                 name: self.plan.families[name].at(sites[name]["fn"]).layout
@@ -239,7 +244,8 @@ class _Joint(NamedTuple):
                 draws = self._draws(layouts[name], name, sites[name]["fn"])
                 low, center, high = draws.quantile(draws.new_tensor([0.16, 0.5, 0.84]))
                 middle.append(center.expand(self.leading))
-                half.append(_SPREADS * (high - low).clamp(min=_LEAST_SPREAD).expand(self.leading))
+                width = FIRST_WIDTH * (high - low).clamp(min=MIN_WIDTH)
+                half.append(width.expand(self.leading) / 2)
             like = self.plan.initial[group.members[0]]
             box = Box.upright(middle, half)
             return Marginal(group, layouts, like, box, self.log_density)
@@ -247,49 +253,43 @@ class _Joint(NamedTuple):
     def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
         """Returns draws from a prior in unconstrained space; numbers about the initial value from an improper one."""
         try:
-            return layout.elements(prior.sample((_DRAWS,))).flatten().double()
+            return layout.elements(prior.sample((PRIOR_SAMPLES,))).flatten().double()
         except NotImplementedError:
             start = layout.elements(self.plan.initial[name]).flatten().double()
-            return start + torch.linspace(-1, 1, _DRAWS, dtype=start.dtype, device=start.device)
+            return start + torch.linspace(
+                -1, 1, PRIOR_SAMPLES, dtype=start.dtype, device=start.device
+            )
 
-    def seen(self, group: ConjugateGroup, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns two draws by a table, and the log density there: a model may read what no argument shows."""
-        values = dict[str, Tensor]()
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-            for name in group.members:
-                values[name] = table.conditional(name, values).expand((2, *self.leading)).sample()
-            values = self._with_others(values)[0]
+    def seen(self, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns two draws of a table, and their log density, which changes with data besides the arguments."""
+        with _hidden():
+            values, _ = table.draw(2, self.leading)
+            values = self.with_others(values)[0].values
             return values, self._log_density_of(self._sites(values), values)
 
     def sites_if_same(self, seen: tuple[dict[str, Tensor], Tensor]) -> dict[str, Any] | None:
         """Returns the sites of a run at these draws; None if the log density is another by more than rounding."""
         values, before = seen
-        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+        with _hidden():
             sites = self._sites(values)
             now = self._log_density_of(sites, values)
-        same = torch.isclose(now, before, rtol=1e-4, atol=_MOST_SPREAD, equal_nan=True)
+        same = torch.isclose(now, before, rtol=1e-4, atol=MAX_ERROR, equal_nan=True)
         return sites if bool(same.all()) else None
 
     def log_density(self, at: Mapping[str, Tensor]) -> Tensor:
         """Returns the log density in nats at values ``(points, *leading, *event)``, ``(points, *leading)``."""
-        count = max(1, int(_MOST_AT_ONCE / self.rows()))
-        parts = zip(*(value.split(count) for value in at.values()))
+        parts = zip(*(value.split(rows_in_memory(self.rows())) for value in at.values()))
         return torch.cat([self._log_weights(dict(zip(at, part))) for part in parts])
 
     def _log_weights(self, at: Mapping[str, Tensor]) -> Tensor:
         """Returns log p(values, others, data) - log q(others), of others that are drawn given the values."""
-        values, log_q = self._with_others(at)
-        total = self._log_density_of(self._sites(values), values) - log_q
+        inner, log_q = self.with_others(at)
+        total = self._log_density_of(self._sites(inner.values), inner.values) - log_q
         batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
         return total.expand((len(next(iter(at.values()))), *batch)).reshape((-1, *self.leading))
 
-    def _with_others(self, at: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns values with those of all others, drawn given them, and the log density of these."""
-        inner, log_q = self._drawn(at)
-        return inner.values, log_q
-
-    def _drawn(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
-        """Returns a pass in which all others are drawn, as for `_with_others`."""
+    def with_others(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
+        """Returns a pass in which all others are drawn given values, and the log density of the others."""
         inner = self.current.beside(self.plan.rules, self.derive, at)
         passed = {*at, *self.call.lacking, *self.call.from_prior, *self.call.held}
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]

@@ -53,7 +53,7 @@ class MapReader:
                 )
             if arguments.are(leaves):
                 return kept
-        with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
+        with untouched(call.program.model), torch.no_grad(), pyro.validation_enabled(False):
             found = IndexMaps(*self._find(call, leaves, self._pairs))
         if not call.indices:
             self._kept = Arguments(leaves), found
@@ -126,7 +126,7 @@ class MapReader:
         maps = {}
         for pair in self._given.keys() & set(pairs):
             rows, plate = pair
-            index = self._given[pair](*call.args, **call.kwargs)
+            index = self._given[pair](*call.program.args, **call.program.kwargs)
             if rows in call.indices and len(index) != len(call.indices[rows]):
                 index = index[call.indices[rows]]
             if not _is_map(index, sizes[plate]):

@@ -71,35 +71,47 @@ class Memory:
         return self.context if _is_plain(self.context) else None
 
     def data_of(self, values: Mapping[Hashable, Tensor]) -> Data:
-        """Returns node -> fingerprint, taken anew only of tensors that are others or were written to."""
+        """Returns node -> fingerprint of its value; only changed tensors are hashed anew."""
         return {node: self._fingerprint(node, value) for node, value in values.items()}
 
     def frozen(self, call: Call, data: Data) -> Call:
-        """Returns a call with copies of its tensors, which nobody writes to; the one kept if it is the same.
+        """Returns a copy of a call, with copies of its tensors; the stored copy if the call is the same.
 
         Args:
             call: with its ``data``.
         """
-        leaves = tree_leaves([call.args, dict(call.kwargs)])
+        leaves = tree_leaves([call.program.args, dict(call.program.kwargs)])
         if self._frozen is not None and self._frozen[0].are(leaves) and self._frozen[1] == data:
             return self._frozen[2]
         copies: dict[int, Tensor] = {}
-        parts = call.args, dict(call.kwargs), dict(call.indices), dict(call.values), dict(call.held)
+        parts = (
+            call.program.args,
+            dict(call.program.kwargs),
+            dict(call.indices),
+            dict(call.values),
+            dict(call.held),
+        )
         args, kwargs, indices, values, held = tree_map_only(
             Tensor, lambda value: copies.setdefault(id(value), value.detach().clone()), parts
         )
         held |= {name: value for name, value in values.items() if name not in call.moving}
-        frozen = replace(call, args=args, kwargs=kwargs, indices=indices, values=values, held=held)
+        program = call.program._replace(args=args, kwargs=kwargs)
+        frozen = replace(call, program=program, indices=indices, values=values, held=held)
         self._frozen = Arguments(leaves), data, frozen
         return frozen
 
     def keep(self, call: Call, surroundings: Surroundings | None) -> None:
-        """Has the guide answer for the data of a frozen call from now on."""
+        """Makes a frozen call the one whose data the guide answers for."""
         self.surroundings = surroundings
         if call is self.call:
             return
         before, self.call = self.call, call
-        self.context = call.args, dict(call.kwargs), dict(call.indices), dict(call.values)
+        self.context = (
+            call.program.args,
+            dict(call.program.kwargs),
+            dict(call.indices),
+            dict(call.values),
+        )
         if before is not None and self.history.is_trained:
             self.has_one_context = False
 
@@ -112,7 +124,7 @@ class Memory:
         self.derived = Derived({}, {}, {})
 
     def load(self, state: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-        """Takes over a saved state, whose keys ``names`` translates to nodes.
+        """Loads a saved state; ``names`` maps its keys to nodes.
 
         The call that is kept stays where it has the data of the saved guide.
         """

@@ -36,7 +36,7 @@ class Term(NamedTuple):
     elements: Tensor
 
     def key(self) -> tuple:
-        """Returns what has to be the same in terms that are taken together."""
+        """Returns a key that is equal for terms whose log densities can be computed at once."""
         anchor = None if self.anchor is None else self.anchor.shape[:-2]
         own = [getattr(self.family, name) for name in self.family.alike or ()]
         return (
@@ -180,7 +180,7 @@ class Pass:
         return [name for name in self.rules if name not in self.values]
 
     def family(self, name: str, prior: Distribution | None = None) -> Family:
-        """Returns a latent's family, at its current prior from the moment that this is told."""
+        """Returns a latent's family. A given prior sets its support and count for the rest of the pass."""
         family = self._moved.get(name, self._families[name])
         if prior is not None:
             family = self._families[name].at(prior)
@@ -191,9 +191,9 @@ class Pass:
     def know(
         self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False
     ) -> None:
-        """Takes in the value of a latent, and its elements where they are known from the draw."""
+        """Stores the value of a latent, and gives the networks its features."""
         self.values[name] = value
-        if name in self._families and self.state.reads(name):
+        if name in self._families and (name in self.state.network.read):
             family = self.family(name)
             elements = family.layout.elements(value) if elements is None else elements
             features = family.element_features(elements).flatten(-2)
@@ -205,7 +205,7 @@ class Pass:
         return site["scale"] if valid is None else site["scale"] * valid
 
     def take(self, name: str, value: Tensor, fn: TorchDistribution, seen: bool = True) -> Tensor:
-        """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it.
+        """Stores the value that outside handlers gave a latent; returns the value as the model sees it.
 
         What handlers outside have not ``seen`` is known to other latents alone.
         """
@@ -222,7 +222,7 @@ class Pass:
         return value
 
     def note_bounds(self, name: str, fn: Any) -> None:
-        """Takes note of what a latent is drawn from, where bounds may cut it."""
+        """Stores the distribution of a latent that bounds of its prior may cut."""
         if isinstance(fn, BoxedNormal):
             self.derived.boxed[name] = fn
 
@@ -233,11 +233,11 @@ class Pass:
         return self.derived.solved[group]
 
     def add(self, term: Term) -> None:
-        """Leaves a latent's density to `together`."""
+        """Adds a term, whose log density `together` computes."""
         self._terms.setdefault(term.key(), []).append(term)
 
     def together(self) -> Iterator[Tensor]:
-        """Yields the log densities ``(*batch, *plates)`` of what was added, terms of one kind at once."""
+        """Yields the log densities ``(*batch, *plates)`` of all terms, those of equal keys at once."""
         for terms in self._terms.values():
             params = concatenated([term.params for term in terms], -2)
             anchors = [term.anchor for term in terms if term.anchor is not None]
@@ -250,7 +250,7 @@ class Pass:
 
         It looks at all of them at once, as a device has to be waited for each time.
         """
-        if self.derived.boxed and not (torch.is_grad_enabled() and self.state.learns()):
+        if self.derived.boxed and not (torch.is_grad_enabled() and self.state.network.learns()):
             self._warn_of_bounds()
         returned = self.outside.values
         sums = [value.detach().sum() for value in returned.values()] if self.validate else []
@@ -265,7 +265,7 @@ class Pass:
             return
         for name, total in zip(returned, sums):
             if math.isnan(total.item()):
-                bad = self.state.non_finite_parameter()
+                bad = self.state.network.non_finite_parameter()
                 raise ValueError(
                     f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite"
                     + (f", and neither is the guide's parameter '{bad}'" if bad else "")
@@ -276,7 +276,7 @@ class Pass:
     def _warn_of_bounds(self) -> None:
         """Warns once of each latent whose bounds data do touch, though its prior is taken for flat."""
         for name, share in self.derived.lost().items():
-            if share > _MOST_LOST and self.state.tells(f"{name}, bounds"):
+            if share > _MOST_LOST and self.state.network.tells(f"{name}, bounds"):
                 warn(
                     f"At these data {share:.1g} of what they leave of '{name}' lies outside of the bounds of its "
                     "prior, which was taken for flat: it is drawn within them, but no longer from the exact "
@@ -287,7 +287,7 @@ class Pass:
         """Warns once of each latent that is drawn from its prior where its exact conditional is not finite."""
         for name, each in finite.items():
             count = each.numel() - int(each.sum())
-            if count and self.state.tells(name):
+            if count and self.state.network.tells(name):
                 warn(
                     f"The exact conditional of '{name}' is not finite at {count} of its {each.numel()} instances, so "
                     "its prior stands in for it there. Look for infinite data and for scales near zero, and mask rows "

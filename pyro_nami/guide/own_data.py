@@ -16,7 +16,6 @@ import pyro
 import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_nami.guide.arguments import Arguments, Look, Looks
 from pyro_nami.guide.call import Call
@@ -29,7 +28,7 @@ from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng, untouched
 from pyro_nami.program.runner import is_fixed
 
-__all__ = ["OwnData", "leaves_of"]
+__all__ = ["OwnData"]
 
 
 class OwnData:
@@ -55,7 +54,7 @@ class OwnData:
         self._maps.forget()
 
     def all_of(self, call: Call) -> Call:
-        """Returns a call with all that its arguments say."""
+        """Returns a call with its observed values, covariates and index maps."""
         return self.completed(self.values_of(call, {}, {}, draws=True))
 
     def values_of(
@@ -73,7 +72,7 @@ class OwnData:
             observations: values by site; those that are no observed sites are passed over.
             draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
         """
-        plan, leaves = self.plan, leaves_of(call)
+        plan, leaves = self.plan, call.program.leaves()
         kind = self._looks.kind(leaves)
         look = self._looks.known(kind)
         parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
@@ -92,8 +91,8 @@ class OwnData:
         return replace(call, moving=look.moving)
 
     def completed(self, call: Call) -> Call:
-        """Returns a call whose values are known with its covariates and index maps."""
-        plan, leaves = self.plan, leaves_of(call)
+        """Returns a call, whose values are known, with its covariates and index maps."""
+        plan, leaves = self.plan, call.program.leaves()
         if plan.columns:
             call = replace(call, covariates=self._covariates(call, leaves))
         if plan.map_plans:
@@ -104,12 +103,12 @@ class OwnData:
         """Returns the covariates of every site, probed anew only where the model's arguments changed."""
         if self._probed is not None and not call.indices and self._probed[0].are(leaves):
             return self._probed[1]
-        with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
+        with untouched(call.program.model), torch.no_grad(), pyro.validation_enabled(False):
             values = covariate_values(
                 self.plan.covariates,
                 self._option,
-                call.args,
-                call.kwargs,
+                call.program.args,
+                call.program.kwargs,
                 lambda reference: call.run(reference, broadcast=True),
                 call.lacking,
             )
@@ -125,17 +124,12 @@ class OwnData:
         return self._maps.read(call, leaves)
 
 
-def leaves_of(call: Call) -> list[Any]:
-    """Returns all that a call's arguments hold, and the names of those that have one."""
-    leaves = [*call.args, *call.kwargs.values(), *call.kwargs]
-    if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
-        leaves = tree_leaves(leaves)
-    return leaves
-
-
 def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
     """Returns what a run of the model has shown of a call, and of its ``own`` values, for others of its kind."""
-    arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    arguments: list[tuple[int | str, Any]] = [
+        *enumerate(call.program.args),
+        *call.program.kwargs.items(),
+    ]
     slots = {
         name: slot
         for name, value in own.items()
@@ -148,7 +142,7 @@ def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
 
 
 def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
-    """Returns which of the values that the model makes for observed sites move with its parameters."""
+    """Returns the observed sites whose values depend on the model's parameters."""
     if not names:
         return frozenset()
     with forked_rng(), torch.enable_grad():
@@ -173,7 +167,7 @@ def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) 
 def _from_arguments(call: Call, plan: Plan, slots: Mapping[str, int | str]) -> Call:
     """The second source: arguments of the model that are known to be data."""
     found = {
-        name: call.argument(slots[name])
+        name: call.program.argument(slots[name])
         for name in (*plan.read, *plan.semi_observed)
         if name in slots and name not in call.values
     }
@@ -219,7 +213,7 @@ def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
 
 
 def _is_in_shape(site: Mapping[str, Any]) -> bool:
-    """Whether a value is one for the plates of its site: a conditioned model keeps the data, whatever its arguments."""
+    """Whether a value fits its site's shape; a conditioned model may keep data of another size than its arguments."""
     sizes = zip(reversed(torch.as_tensor(site["value"]).shape), reversed(site["fn"].shape()))
     return all(a == b or 1 in (a, b) for a, b in sizes)
 

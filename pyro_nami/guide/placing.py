@@ -10,14 +10,14 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.messages import warn
 from pyro_nami.parameters.conditioning import Plates, Read, plan_sources
-from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.parameters.factor_groups import Dependence, Factor
 from pyro_nami.parameters.free_parameters import MOST_COUPLED
 
 __all__ = ["block_of", "factor_of"]
 
 
 def block_of(first: FirstCall, name: str, inverse: Inverse) -> frozenset[str]:
-    """Returns the plates, of those that the site's tensor has dims for, whose instances form one block.
+    """Returns the plates of a site whose instances depend on each other given the data, and are drawn as one block.
 
     A plate that another of the site's plates determines adds nothing: instances of that one lie in it already.
     """
@@ -41,7 +41,7 @@ def factor_of(
     plates: Plates,
     parts: Mapping[Any, tuple[tuple[bool, ...], ...]],
 ) -> Factor:
-    """Returns the place in the networks of the latent of a family.
+    """Returns the factor of a latent: what its network reads, and how its elements depend on each other.
 
     Args:
         reads: what it reads, and ``parts`` which elements of that, see `element_reads`.
@@ -61,10 +61,15 @@ def factor_of(
         for node, read in reads.items()
     }
     autoregressive = first.within(name) == "autoregressive" and family.coupling != "none"
-    # Splines in sequence make all elements depend on each other.
     sequential = elements > 1 and autoregressive and any(map(any, parts.get(name, [[True]])))
-    stack = family.stack if sequential and name not in parts else None
     linear = sequential and not first.options.simulated and family.coupling == "linear"
+    dependence: Dependence = "independent"
+    if sequential and family.stack is not None and name not in parts:
+        dependence = family.stack  # splines in sequence make all elements depend on each other
+    elif linear and elements <= MOST_COUPLED:
+        dependence = "linear"
+    elif sequential and not linear:
+        dependence = "sequential"
     if linear and elements > MOST_COUPLED:
         warn(
             f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
@@ -77,10 +82,8 @@ def factor_of(
         elements,
         family.num_params,
         family.num_features,
-        sequential and not linear and stack is None,
         plan_sources(batch, reads, frames, plates, joint),
         list(family.locations),
-        linear and elements <= MOST_COUPLED or stack is not None,
-        stack,
+        dependence,
         parts=parts,
     )

@@ -1,4 +1,4 @@
-"""`CallReader`: whose data decide in a call, those that it brings or those of training (see `mode`)."""
+"""`CallReader`: decides whether a call is answered for its own data or for those of training (see `mode`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.exchangeable import Reading
 from pyro_nami.guide.memory import Memory
 from pyro_nami.guide.mode import Change, Data, Mode
-from pyro_nami.guide.own_data import OwnData, leaves_of
+from pyro_nami.guide.own_data import OwnData
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
 from pyro_nami.guide.trained_answer import TrainedAnswer, sites_of, target_of
@@ -27,6 +27,7 @@ from pyro_nami.messages import warn
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import signature_of
 from pyro_nami.program.surroundings import PLAIN, Surroundings
 from pyro_nami.program.vectorized import Vectorized, unmapped
@@ -48,7 +49,7 @@ class _Step(NamedTuple):
 
 
 class CallReader:
-    """Finds the data of each call of one guide.
+    """Decides which data each call of a guide is answered for, and finds them.
 
     Args:
         plan: the guide's; another one may take its place.
@@ -95,7 +96,7 @@ class CallReader:
         backward: Backward | None,
         draws: bool,
     ) -> Call:
-        """Returns the call whose data decide, with these; its ``target`` is the given one where this is another.
+        """Returns the call whose data the guide answers for; its ``target`` is the given call if that is another one.
 
         Args:
             call: with model and arguments.
@@ -113,10 +114,15 @@ class CallReader:
         trained = memory.mode is Mode.FIXED and memory.history.is_trained
         subsampled = bool(plan.plates.subsampled)
         predicts = trained and not given and backward is None
-        if predicts and not subsampled and self._has_call(call.model):
+        if predicts and not subsampled and self._has_call(call.program.model):
             return self._answer(call)
         own = self.own.values_of(call, plates, observations, draws)
-        if predicts and subsampled and self._has_call(call.model) and not self._reads_own_rows(own):
+        if (
+            predicts
+            and subsampled
+            and self._has_call(call.program.model)
+            and not self._reads_own_rows(own)
+        ):
             return self._answer(call, own)
         absent = [name for name in plan.read if name not in own.values and name not in own.lacking]
         if absent:
@@ -129,7 +135,7 @@ class CallReader:
         return self._noted(own, call, backward)
 
     def settle(self) -> None:
-        """Takes in those calls as training steps that a backward pass has come back from since.
+        """Records the calls that a backward pass has come back from as training steps.
 
         A loss may add up several calls, so earlier ones wait for as long as their graphs live.
         """
@@ -143,7 +149,7 @@ class CallReader:
                 self._tell(step.notice)
 
     def _take_in(self, step: _Step) -> None:
-        """Takes in a call as a training step."""
+        """Records a call as a training step."""
         memory = self.memory
         change = memory.history.step(step.data)
         if step.data != memory.history.current:
@@ -169,7 +175,7 @@ class CallReader:
 
     @property
     def names(self) -> list[Any]:
-        """The nodes that a state may be of."""
+        """The nodes that a saved state may hold fingerprints of."""
         return [*self.plan.sites, *map(covariates_of, self.plan.sites), _ARGUMENTS]
 
     def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
@@ -181,11 +187,12 @@ class CallReader:
     # ---- whose data decide
 
     def _has_call(self, model: Callable) -> bool:
-        """Whether there is a call whose data the guide answers for; a loaded guide makes it of what was saved."""
+        """Whether there is a call whose data the guide answers for; a loaded guide makes it from the saved state."""
         memory = self.memory
         if memory.call is None and memory.context is not None:
             args, kwargs, indices, values = memory.context
-            call = Call(model, args, kwargs, indices=indices, values=values, held=values)
+            program = Program(model, args, kwargs)
+            call = Call(program, indices=indices, values=values, held=values)
             memory.call = self.own.all_of(call)
         return memory.call is not None
 
@@ -198,7 +205,7 @@ class CallReader:
         memory = self.memory
         answer = memory.call
         assert answer is not None
-        answer = replace(answer, model=self._as_in_training(call.model))
+        answer = self._as_in_training(answer, call)
         target = self._target(answer, own or call)
         if not is_step:
             self._tell(target.notice)
@@ -214,9 +221,11 @@ class CallReader:
     def _surroundings(self, call: Call) -> Surroundings:
         """Returns the model's surroundings at a call: the latest ones, while nothing in them has changed."""
         objects = [
-            leaf for leaf in leaves_of(call) if not is_array(leaf) and not isinstance(leaf, PLAIN)
+            leaf
+            for leaf in call.program.leaves()
+            if not is_array(leaf) and not isinstance(leaf, PLAIN)
         ]
-        model = unmapped(call.model)
+        model = unmapped(call.program.model)
         kept = self._latest_surroundings
         if kept is None or not kept.are_of([model, *objects]):
             if self._written is None:
@@ -232,18 +241,18 @@ class CallReader:
     def _keys_written(self, call: Call, before: Surroundings) -> frozenset[Hashable]:
         """Returns the places that the model itself writes to, found by one run of it."""
         if before.has_data:
-            with suppress(Exception), untouched(call.model), torch.no_grad():
+            with suppress(Exception), untouched(call.program.model), torch.no_grad():
                 call.run(self.plan.initial, broadcast=True)
         return before.changed()
 
-    def _as_in_training(self, model: Callable) -> Callable:
-        """Returns the model with the surroundings of training: itself, if these have not changed."""
-        around = self.memory.surroundings
-        if around is None or not around.changed():
-            return model
-        found = around.around(unmapped(model))
-        is_mapped = isinstance(model, Vectorized)
-        return Vectorized(found, self.plan.plates.nesting) if is_mapped else found
+    def _as_in_training(self, answer: Call, call: Call) -> Call:
+        """Returns the call of training with the model of another call, in the surroundings of training."""
+        around, model = self.memory.surroundings, call.program.model
+        if around is not None and around.changed():
+            is_mapped = isinstance(model, Vectorized)
+            model = around.around(unmapped(model))
+            model = Vectorized(model, self.plan.plates.nesting) if is_mapped else model
+        return replace(answer, program=answer.program._replace(model=model))
 
     def _is_whole(self, site: str) -> bool:
         """Whether a site is in no plate of which the model takes a part."""
@@ -260,7 +269,7 @@ class CallReader:
         complete = all(name in own.values for name in plan.read)
         if not complete or answer is None:
             return False
-        answer = replace(answer, model=self._as_in_training(own.model))
+        answer = self._as_in_training(answer, own)
         hidden = self._target(answer, own).hidden  # as training had no such instances
         parts = [name for name in plan.rules if not self._is_whole(name) and name not in hidden]
         names = [name for name in parts if plan.data_of(name)]
@@ -321,7 +330,7 @@ class CallReader:
 
     def _target(self, answer: Call, call: Call) -> TrainedAnswer:
         """Returns how a call differs from the one that answers it; found anew where its arguments are others."""
-        leaves = leaves_of(call)
+        leaves = call.program.leaves()
         kept = self._latest_target
         if kept is None or kept[1] is not answer.values or not kept[0].are(leaves) or call.indices:
             before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
@@ -357,7 +366,7 @@ class CallReader:
             # draws for other data may lie outside of supports that these move
             _check_sizes(own, self.plan)
             return self._with_kept(own)
-        if not self._has_call(call.model):
+        if not self._has_call(call.program.model):
             if self.plan.read or self.plan.groups:
                 raise ValueError(_other_data(next(iter(self.plan.read or self.plan.groups))))
             return own
@@ -388,7 +397,7 @@ class CallReader:
         return self._with_kept(own, constants=memory.mode is not Mode.MINIBATCHES)
 
     def _with_kept(self, call: Call, constants: bool = False) -> Call:
-        """Returns a call with what was found in earlier ones, ``constants`` of its data included."""
+        """Returns a call with the results of earlier calls; with ``constants``, those of the same data included."""
         memory = self.memory
         derived = memory.derived
         is_fixed = memory.mode is Mode.FIXED and not self.plan.plates.subsampled
@@ -402,7 +411,7 @@ class CallReader:
             ValueError: where nothing else says what these data are.
         """
         memory, plan = self.memory, self.plan
-        known = self._has_call(call.model)
+        known = self._has_call(call.program.model)
         brings_none = not any(name in own.values for name in plan.read)
         if (
             known
@@ -441,7 +450,7 @@ class CallReader:
         plan = self.plan
         unseen: Collection[str] = ()
         _check_sizes(own, plan)
-        if self._has_call(own.model) and self.memory.call is not None:
+        if self._has_call(own.program.model) and self.memory.call is not None:
             target = self._target(self.memory.call, own)
             self._tell(target.notice)
             unseen = [name for name in target.fresh if name in plan.learned]
@@ -455,7 +464,7 @@ class CallReader:
         return self._with_kept(replace(own, from_prior=(*own.from_prior, *unseen)))
 
     def _data_of(self, call: Call) -> Data:
-        """Returns what tells whether a call's data are those of training: fingerprints of values and covariates.
+        """Returns the fingerprints by which a call's data are compared with those of training.
 
         Minibatches of a subsampled plate are taken to be the same data. Values that move with the model's parameters
         (a residual, say) are the same if the arguments are.
@@ -473,11 +482,11 @@ class CallReader:
             if parts.isdisjoint(plan.sites[site_of(node)].plates)
         }
         if call.moving:
-            values[_ARGUMENTS] = _joined(leaves_of(call))
+            values[_ARGUMENTS] = _joined(call.program.leaves())
         return self.memory.data_of(values)
 
     def _tell(self, notice: str) -> None:
-        """Warns of something once."""
+        """Warns, once for each notice."""
         if notice and notice not in self._told:
             self._told |= {notice}
             warn(notice)
@@ -485,13 +494,14 @@ class CallReader:
 
 def _with_plain_arguments_of(call: Call, other: Call) -> Call:
     """Returns a call with another call's numbers, flags, strings and None in place of its own such arguments."""
-    signature = signature_of(unmapped(other.model))
-    own = signature.bind(*call.args, **call.kwargs).arguments
-    bound = signature.bind_partial(*other.args, **other.kwargs)
+    signature = signature_of(unmapped(other.program.model))
+    own = signature.bind(*call.program.args, **call.program.kwargs).arguments
+    bound = signature.bind_partial(*other.program.args, **other.program.kwargs)
     for name, value in own.items():
         if not all(isinstance(leaf, PLAIN) for leaf in tree_leaves(value)):
             bound.arguments[name] = value
-    return replace(call, args=bound.args, kwargs=bound.kwargs)
+    program = call.program._replace(args=bound.args, kwargs=bound.kwargs)
+    return replace(call, program=program)
 
 
 def _joined(leaves: Sequence[Any]) -> Tensor:
@@ -533,7 +543,7 @@ def _check_sizes(call: Call, plan: Plan) -> None:
 
 
 def has_first_sizes(call: Call, plan: Plan) -> bool:
-    """Whether the plates of latents, but for those seen in part, have the sizes of the guide's first call."""
+    """Whether all plates of latents, except subsampled ones, have the sizes of the guide's first call."""
     plates = (
         frozenset().union(*(plan.sites[name].plates for name in plan.rules)) - plan.plates.partial
     )
@@ -543,7 +553,7 @@ def has_first_sizes(call: Call, plan: Plan) -> bool:
 def _other_sizes(
     call: Call, plan: Plan, names: Iterable[str], plates: Collection[str]
 ) -> Iterator[tuple[str, int]]:
-    """Yields those plates that do not have their first size in values of a call, and the size, 1 without a dim."""
+    """Yields (plate, size) for plates whose size in a call's values is not the first call's; 1 without a dim."""
     for name in names if plates else ():
         site, value = plan.sites[name], call.values[name]
         for plate in site.plates.intersection(plates):

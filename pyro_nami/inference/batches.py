@@ -1,15 +1,14 @@
-"""Where batches of simulations come from: fresh simulations, worker processes, or a data set larger than memory."""
+"""Where batches of simulations come from: fresh simulations, or a data set that may be larger than memory."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
 import pyro
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.processes import Processes
@@ -19,7 +18,7 @@ from pyro_nami.program.isolation import forked_rng
 
 __all__ = ["Arguments", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
-_HELD_OUT_SEED = 1_618_033_988  # apart from the training's
+HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
 
 Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
 Arguments = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
@@ -44,6 +43,11 @@ class Simulations(NamedTuple):
         """Returns the number of simulations in a step."""
         return self.batch_size(step) if callable(self.batch_size) else self.batch_size
 
+    def at_start(self) -> Simulator:
+        """Returns the simulator at the arguments of the first step."""
+        args, kwargs = self.arguments(0)
+        return self.simulator.at(*args, **kwargs)
+
     def fresh(self, step: int, size: int | None = None) -> Batch:
         """Returns the batch of a step, with Pyro's random numbers."""
         args, kwargs = self.arguments(step)
@@ -61,12 +65,12 @@ class Simulations(NamedTuple):
         return Batch(*self.arguments(step), as_draws(values, self.simulator))
 
     def held_out(self, given: Any) -> Callable[[], Iterable[Batch]] | None:
-        """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
+        """Returns a function that yields held-out batches: simulated, the same in every run, or as given."""
         if given is None:
             return None
         if isinstance(given, int):
             with forked_rng():
-                pyro.set_rng_seed(_HELD_OUT_SEED)
+                pyro.set_rng_seed(HELD_OUT_SEED)
                 batches = list(self.total(given))
             return lambda: batches
         if are_all(given):
@@ -76,14 +80,14 @@ class Simulations(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Batches, one a step, and what another process needs to go on behind the one read last."""
+    """Batches, one a step, and the state by which another process goes on behind the batch read last."""
 
     batches: Iterator[Batch]
     state: dict[str, Any]
 
     @property
     def moved(self) -> float:
-        """The share of the latents that were others after the last epoch."""
+        """The share of the latents that moved after the last epoch."""
         return self.state.get("renewal", {}).get("moved", 0.0)
 
 
@@ -91,45 +95,36 @@ def stream_of(
     simulations: Simulations,
     steps: range,
     data: Any,
-    num_workers: int,
     state: Mapping[str, Any],
     processes: Processes,
     renew: Renew | None = None,
 ) -> Stream:
-    """Returns the batches of ``steps``: of a data set, of workers, or simulated when they are asked for.
+    """Returns the batches of ``steps``, of a data set or simulated when they are asked for.
 
-    ``state`` is that of the stream to go on with; empty: none. A data set ends when that of one process does. All
-    simulations at once may be made others by ``renew`` after each epoch, which is given what it is to know to go on.
+    Args:
+        simulations: the model's simulations.
+        steps: the steps that are ahead.
+        data: simulations made before, see `as_draws`; None: none. They end when those of one process do.
+        state: of the stream to go on with; empty: none.
+        processes: the processes that train together.
+        renew: makes other simulations of all at once after each epoch, given a dict to note its own state in.
     """
-    if data is not None:
-        place = dict(state) if "epoch" in state else {}
-        if are_all(data):
-            draws = as_draws(data, simulations.simulator)
-            data = _Shuffled(draws, simulations.size, renew, place)
-        return Stream(_read(simulations, steps, _epochs(data, place), processes), place)
-    if num_workers == 0:
+    if data is None:
         return Stream(map(simulations.fresh, steps), {})
-    seed = state.get("seed") or int(torch.randint(1, 2**31, ()))
-    fork = "fork" in multiprocessing.get_all_start_methods()  # models are rarely picklable
-    loader: DataLoader = DataLoader(
-        _Seeded(simulations, seed),  # type: ignore[arg-type]
-        batch_size=None,
-        sampler=steps,
-        num_workers=num_workers,
-        multiprocessing_context="fork" if fork else None,
-        generator=torch.Generator("cpu"),  # else the loader would draw from the global one
-    )
-    return Stream(iter(loader), {"seed": seed})
+    place = dict(state)
+    if are_all(data):
+        data = _Shuffled(as_draws(data, simulations.simulator), simulations.size, renew, place)
+    return Stream(_read(simulations, steps, _epochs(data, place), processes), place)
 
 
 class _Shuffled:
-    """All simulations that there are, of which each iteration is an epoch: full batches, in a new order.
+    """All simulations at once: each iteration is an epoch, of full batches in a new order.
 
     Args:
         draws: the simulations.
         size: from the number of steps done before an epoch to the size of its batches.
-        renew: makes other simulations of all, after an epoch.
-        place: where it notes what another one needs to go on alike.
+        renew: returns the simulations of the next epoch.
+        place: where the state is noted by which another process goes on.
     """
 
     def __init__(
@@ -153,19 +148,6 @@ class _Shuffled:
             self.draws = self.renew(self.draws, self.place.setdefault("renewal", {}))
 
 
-class _Seeded:
-    """Simulations of which every step has a seed of its own, whichever process makes them."""
-
-    def __init__(self, simulations: Simulations, seed: int) -> None:
-        self.simulations, self.seed = simulations, seed
-
-    def __getitem__(self, step: int) -> Batch:
-        pyro.set_rng_seed((self.seed + step) % 2**32)
-        batch = self.simulations.fresh(step)
-        # not to go from process to process
-        return batch._replace(draws=batch.draws._replace(sites=None))
-
-
 def _read(
     simulations: Simulations, steps: range, given: Iterator[Any], processes: Processes
 ) -> Iterator[Batch]:
@@ -179,9 +161,9 @@ def _read(
 
 
 def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
-    """Yields what a data set holds, again and again; what an iterator holds, once.
+    """Yields the batches of a data set, again and again; the batches of an iterator once.
 
-    ``place`` is that of the batch read last: its position in its epoch, and the random numbers with which that began.
+    ``place`` gets the position of the last batch in its epoch, and the random state with which the epoch began.
     """
     skipped, now = place.get("position", 0), rng_state()
     if skipped:

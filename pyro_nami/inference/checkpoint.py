@@ -21,7 +21,7 @@ __all__ = [
     "structure_of",
 ]
 
-_FORMAT = 1
+FORMAT = 1  # of the file; one more makes older files unreadable
 
 
 def save_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
@@ -40,16 +40,10 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
     with open(beside, "wb") as file:
-        torch.save({**state, "format": _FORMAT}, file)
+        torch.save({**state, "format": FORMAT}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-    if os.name == "posix":  # elsewhere folders cannot be opened
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -61,8 +55,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"Expected a checkpoint of InferenceCompilation in '{path}'; got a file of another kind."
         ) from error
     found = state.get("format") if isinstance(state, dict) else None
-    if found != _FORMAT:
-        raise ValueError(f"Expected a checkpoint of format {_FORMAT} in '{path}'; got {found!r}.")
+    if found != FORMAT:
+        raise ValueError(f"Expected a checkpoint of format {FORMAT} in '{path}'; got {found!r}.")
     return state
 
 
@@ -70,7 +64,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def structure_of(guide: Callable, parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns what must agree for weights to mean the same, in words: per site and per parameter.
+    """Returns a guide's structure in words, per site and per parameter; weights fit guides of the same structure.
 
     Sites are those of a guide with ``bayesnet`` and ``inverse``; others have parameters alone. Plate sizes may vary.
     """
@@ -90,7 +84,7 @@ def structure_of(guide: Callable, parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Raises ValueError, naming what differs, if a checkpoint is of another structure than the guide's own."""
+    """Raises ValueError, which names the differences, for a checkpoint of another structure than the guide's own."""
     if saved == own:
         return
     differing = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
@@ -103,6 +97,3 @@ def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
         f"Expected a checkpoint of this guide's structure; got one of another model or guide. They differ at {told}. "
         "Choose another path, or delete the file to start anew."
     )
-
-
-# ---- random number generators

@@ -34,7 +34,7 @@ from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import bind
 from pyro_nami.inference.trackers import Tracker, callback
 from pyro_nami.inference.trainer import Trainer
-from pyro_nami.messages import warn
+from pyro_nami.messages import check_counts, warn
 
 __all__ = ["InferenceCompilation"]
 
@@ -92,7 +92,7 @@ class InferenceCompilation:
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self._optimization = optimization_of(optim, scheduler, clip_norm)
-        _check_counts(batch_size=batch_size(0) if callable(batch_size) else batch_size)
+        check_counts(batch_size=batch_size(0) if callable(batch_size) else batch_size)
         self.model = model
         self.guide = guide
         self.batch_size = batch_size
@@ -120,7 +120,7 @@ class InferenceCompilation:
 
     def evaluate_loss(self, *args: Any, num: int = 1000, **kwargs: Any) -> float:
         """Returns the loss on ``num`` fresh simulations at the model's arguments, in nats per simulation."""
-        _check_counts(num=num)
+        check_counts(num=num)
         trainer, simulations = self._set_up(_constant(args, kwargs))
         return trainer.mean_loss(simulations.total(num))
 
@@ -132,7 +132,6 @@ class InferenceCompilation:
         *,
         data: Any = None,
         refresh: int = 0,
-        num_workers: int = 0,
         validation: Any = None,
         validate_every: int = 100,
         patience: int | None = None,
@@ -143,24 +142,18 @@ class InferenceCompilation:
     ) -> History:
         """Trains for a number of steps; for one, if all conditionals are derived and the guide has no weights.
 
-        With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones.
-        Where latents move, see ``refresh``, with the latest weights whose loss is not above the lowest by more than a
-        standard error of the difference, of which so much counts as the share that moved.
-        With a checkpoint that exists, training goes on from there, and on a CPU with as many processes to the same bits
-        as without the interruption; delete the file to start anew.
+        With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones; see
+        `Trainer.validate` for latents that move. With a checkpoint that exists, training goes on from there, on a CPU
+        with as many processes to the same bits as without the interruption; delete the file to start anew.
 
         Args:
             steps: number of steps, those before the checkpoint included.
             args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them.
-            data: simulations made before: all of them, which are shuffled into batches, as `JointDraws`, site -> values
-                ``(draws, *plates, *event)`` of latents and observed sites, or a `TensorDataset` of these in model
-                order; or any iterable of batches of these kinds, which is read again from the start when it ends, but
-                an iterator ends the training. Of many processes each reads its own, by a `DistributedSampler` say.
-            refresh: draws of the guide that latents of ``data``, given all at once, are to be exchanged for after
-                epochs, such that they go on to be draws given their data, and are not overfit; see `latent_moves`.
-            num_workers: processes that simulate ahead, for models that are slow; 0: none.
-            validation: number of held-out simulations, the same in every run; or those given, as in ``data``.
-            validate_every: steps between validations.
+            data: simulations made before, all at once or an iterable of batches, in a form that `as_draws` takes. All
+                are shuffled into batches; batches are read again from the start, but an iterator ends the training. A
+                `DataLoader` with workers simulates ahead, for models that are slow.
+            refresh: draws of the guide that latents of ``data``, given all at once, may move to after an epoch.
+            validation, validate_every: number of held-out simulations, or the simulations; steps between validations.
             patience: validations without others to keep after which training ends.
             checkpoint: file to write to and to go on from.
             checkpoint_every: steps between checkpoints; one more comes at the end.
@@ -170,7 +163,7 @@ class InferenceCompilation:
         Raises:
             ValueError: as `step` does; or if the checkpoint is of another structure, naming the sites.
         """
-        _check_counts(steps=steps, validate_every=validate_every, checkpoint_every=checkpoint_every)
+        check_counts(steps=steps, validate_every=validate_every, checkpoint_every=checkpoint_every)
         _check_validation(validation, patience)
         if refresh:
             _check_refresh(refresh, args, data)
@@ -182,17 +175,12 @@ class InferenceCompilation:
         ahead = range(len(trainer.history.losses), steps)
         renew = None
         if refresh:
-            own_args, own_kwargs = arguments(0)
-            renew = LatentMoves(trainer.simulator.at(*own_args, **own_kwargs), self.guide, refresh)
-        stream = stream_of(simulations, ahead, data, num_workers, place, trainer.processes, renew)
+            renew = LatentMoves(simulations.at_start(), self.guide, refresh)
+        stream = stream_of(simulations, ahead, data, place, trainer.processes, renew)
+        first = trainer.processes.first
+        log = callback(tracker if first else None)
         plan = _Schedule(
-            ahead,
-            validate_every,
-            patience,
-            checkpoint,
-            checkpoint_every,
-            callback(tracker),
-            progress,
+            ahead, validate_every, patience, checkpoint, checkpoint_every, log, progress and first
         )
         _train(trainer, stream, held_out, plan)
         return trainer.history
@@ -217,7 +205,7 @@ class InferenceCompilation:
 
 
 class _Schedule(NamedTuple):
-    """When training does what, in steps, and whom it tells."""
+    """When training validates, stops and writes checkpoints, in steps, and where it logs."""
 
     ahead: range
     validate_every: int
@@ -235,11 +223,10 @@ def _train(
     plan: _Schedule,
 ) -> None:
     """Takes the steps of a plan, until its patience or the batches end."""
-    history = trainer.history
-    done = plan.ahead.start
-    last = plan.ahead.stop
-    log, show = (plan.log, plan.progress) if trainer.processes.first else (callback(None), False)
-    with tqdm(total=last, initial=done, desc="compiling", disable=not show, mininterval=0.2) as bar:
+    history, log = trainer.history, plan.log
+    done, last = plan.ahead.start, plan.ahead.stop
+    hidden = not plan.progress
+    with tqdm(desc="compiling", initial=done, total=last, disable=hidden, mininterval=0.2) as bar:
         while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
             done += 1
             log("loss", trainer.step(batch), done)
@@ -269,9 +256,7 @@ def _save(trainer: Trainer, stream: Stream, checkpoint: str | Path | None) -> No
         return
     own, *others = trainer.processes.gather({"rng": rng_state(), "stream": stream.state})
     if trainer.processes.first:
-        save_checkpoint(
-            checkpoint, {**trainer.state(), **own, **({"others": others} if others else {})}
-        )
+        save_checkpoint(checkpoint, {**trainer.state(), **own, "others": others})
 
 
 def _resume(
@@ -282,14 +267,10 @@ def _resume(
     Random numbers go on as well; where another number of processes goes on, from the first's, anew in the others.
     """
     processes = trainer.processes
-    found = (
-        None
-        if checkpoint is None or not (processes.first and Path(checkpoint).exists())
-        else checkpoint
-    )
-    checkpoint, saved = processes.of_first(
-        (checkpoint, {} if found is None else load_checkpoint(found))
-    )
+    saved: dict[str, Any] = {}
+    if checkpoint is not None and processes.first and Path(checkpoint).exists():
+        saved = load_checkpoint(checkpoint)
+    checkpoint, saved = processes.of_first((checkpoint, saved))
     trainer.load(saved)
     parts = [saved, *saved.get("others", ())]
     own = parts[processes.rank] if len(parts) == processes.size else {}
@@ -304,15 +285,9 @@ def _constant(args: tuple, kwargs: dict[str, Any]) -> Arguments:
     return lambda step: (args, kwargs)
 
 
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if not (isinstance(value, int) and value > 0):
-            raise ValueError(f"Expected {name} to be a positive number; got {value!r}.")
-
-
 def _check_validation(validation: Any, patience: int | None) -> None:
     if isinstance(validation, int):
-        _check_counts(validation=validation)
+        check_counts(validation=validation)
     if patience is not None and validation is None:
         raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 __all__ = ["History"]
 
-_MAX_SKIPPED = 0.1  # share of simulations that may be non-finite
-_JUDGED_FROM = 100  # simulations from which on that share is judged
+# Largest share of simulations that may be non-finite. At ten times less, a model with rare overflows cannot be trained
+# on; at ten times more, a guide learns the posterior of another model.
+MAX_SKIPPED = 0.1
 
 
 @dataclasses.dataclass(repr=False)
@@ -46,14 +47,18 @@ class History:
         return 0 if best is None else sum(step > best for step, _ in self.validation)
 
     def count(
-        self, drawn: int, skipped: int, non_finite: Mapping[str, int], most: float = _MAX_SKIPPED
+        self, drawn: int, skipped: int, non_finite: Mapping[str, int], most: float = MAX_SKIPPED
     ) -> None:
-        """Takes the figures of one batch; raises ValueError where a larger share of all than ``most`` is not finite."""
+        """Takes the figures of one batch.
+
+        Raises:
+            ValueError: a larger share of all simulations than ``most`` is not finite, once there are 1 / most^2.
+        """
         self.simulations += drawn
         self.skipped += skipped
         for name, number in non_finite.items():
             self.non_finite[name] = self.non_finite.get(name, 0) + number
-        if self.simulations >= _JUDGED_FROM and self.skipped > most * self.simulations:
+        if self.simulations >= most**-2 and self.skipped > most * self.simulations:
             raise ValueError(
                 f"Expected at most {most:.0%} of the simulations with NaN or infinite values; "
                 f"{self.shortfall()}. Give the model priors under which it does not overflow."

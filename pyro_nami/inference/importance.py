@@ -45,7 +45,7 @@ from pyro_nami.inference.weighed_run import (
     whole,
 )
 from pyro_nami.inference.weighted_samples import WeightedSamples, warn_of_bad
-from pyro_nami.messages import OneByOne, warn
+from pyro_nami.messages import OneByOne, check_counts, warn
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws
 from pyro_nami.program.memory import rows_in_memory
@@ -53,7 +53,8 @@ from pyro_nami.program.runner import Runner
 
 __all__ = ["Proposal", "importance_sample"]
 
-MAX_LOST = 0.5  # largest share of draws at which the model may have no density; at most 1, where nothing is refused
+# Largest share of draws at which the model may have no density. At ten times less, some that overflow are an error.
+MAX_LOST = 0.5
 
 
 @torch.no_grad()
@@ -79,9 +80,8 @@ def importance_sample(
         *args, **kwargs: the arguments of both.
         num_samples: number of draws for each data set.
         observations: observed site -> value, in place of the model's own data: of the site's shape in a single run, or
-            of several data sets, ``(data sets, *site shape)``; see `Observations`. A guide and a model that take
-            ``observations=`` get them.
-        chunk_size: draws of all data sets in memory at a time; by default as many as take `MEMORY` bytes.
+            of several data sets, ``(data sets, *site shape)``. A guide or model that takes ``observations=`` gets them.
+        chunk_size: draws in memory at a time, of all data sets; by default by their bytes.
         defensive: share of the draws that are the prior's, the last ones. All draws are weighted by the density of the
             mixture, so no weight is above p(data | latents) / share (Hesterberg 1995, "Weighted average importance
             sampling and defensive mixture distributions").
@@ -90,14 +90,13 @@ def importance_sample(
         `WeightedSamples` with `num_samples` draws of the model's latents, for each data set if there is a batch.
 
     Raises:
-        ValueError: an option out of range; observations of an unknown site or of a wrong shape; a latent that only one
-            of model and guide has; a log density that is NaN, at some draw of the guide, or at half of the draws of
-            the model; a data set for which all weights are zero; a guide that is a point (AutoDelta).
+        ValueError: an option out of range; an observation that fits no site; a latent that only one of model and guide
+            has; a log density of the guide that is NaN, or half of the model's; a data set for which all weights are
+            zero; a guide that is a point (AutoDelta).
         NotImplementedError: plates with random subsampling.
 
     Warns:
-        UserWarning: k-hat above 0.7; draws one by one; draws at which the model's log density is NaN, which have
-            weight zero.
+        UserWarning: k-hat above 0.7; draws one by one; draws at which the model's log density is NaN (of weight zero).
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -109,7 +108,7 @@ def importance_sample(
         >>> importance_sample(model, guide, num_samples=100).log_evidence
         tensor(-2.2655)
     """
-    _check_counts(num_samples=num_samples, chunk_size=1 if chunk_size is None else chunk_size)
+    check_counts(num_samples=num_samples, chunk_size=chunk_size)
     target = Target(model, guide, args, kwargs, prior_share=defensive)
     ours = max(1, math.floor((1 - defensive) * num_samples))
     target = replace(target, prior_share=1 - ours / num_samples)
@@ -119,14 +118,6 @@ def importance_sample(
     )
     warn_of_bad(result)
     return result
-
-
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"Expected {name} to be an int; got {value!r}.")
-        if value < 1:
-            raise ValueError(f"Expected {name} to be at least 1; got {value}.")
 
 
 class _Draws(NamedTuple):

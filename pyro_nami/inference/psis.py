@@ -14,8 +14,10 @@ from torch import Tensor
 
 __all__ = ["check_log_weights", "smooth"]
 
-_FEWEST = 5  # draws in a tail that can be fitted
-_FLAT = 1e-3  # of the weights of all, what a tail has to exceed the others by
+MIN_TAIL = 5  # draws in a tail that is fitted, as in the paper; a fit to fewer says nothing
+# Share of all weights by which a tail has to exceed the other weights. At ten times more, bad weights may pass for good
+# ones; at ten times less, rounding may pass for a tail.
+MIN_EXCESS = 1e-3
 
 
 def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,9 +87,9 @@ def _smooth_row(row: Tensor, length: int) -> tuple[Tensor, float]:
     excess = top.exp() - cutoff
     in_tail = excess > tiny  # ties with the cutoff are not in it
     excess, index = excess[in_tail], index[in_tail]
-    if length > 0 and excess.sum() / (row - largest).exp().sum() < _FLAT:
+    if length > 0 and excess.sum() / (row - largest).exp().sum() < MIN_EXCESS:
         return row, -math.inf
-    if len(excess) < _FEWEST:
+    if len(excess) < MIN_TAIL:
         return row, math.inf
     if excess[-1 - int(len(excess) / 4 - 0.5)] == excess[0]:  # in order, the largest first
         return row, -math.inf

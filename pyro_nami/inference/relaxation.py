@@ -31,13 +31,12 @@ _JIT = JitTrace_ELBO, JitTraceEnum_ELBO, JitTraceGraph_ELBO, JitTraceMeanField_E
 
 @dataclass(frozen=True)
 class ExponentialDecay:
-    """max(minimum, initial * exp(-rate * n)), n = step // every: a schedule of temperatures, say.
+    """max(minimum, initial * exp(-rate * step)): a schedule of temperatures, say.
 
     Args:
         initial: value at step 0.
         minimum: value that is never passed, positive.
-        rate: of the decay from one change to the next, nonnegative.
-        every: steps from one change to the next.
+        rate: of the decay in a step, nonnegative.
 
     Example:
         >>> decay = ExponentialDecay.over(0.5, 0.2, steps=100)
@@ -48,7 +47,6 @@ class ExponentialDecay:
     initial: float
     minimum: float
     rate: float
-    every: int = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.minimum <= self.initial < math.inf:
@@ -57,25 +55,19 @@ class ExponentialDecay:
             )
         if not 0 <= self.rate < math.inf:
             raise ValueError(f"Expected a finite rate of at least 0; got {self.rate}")
-        if self.every != int(self.every) or self.every < 1:
-            raise ValueError(
-                f"Expected every to be a whole number of steps, at least 1; got {self.every}"
-            )
 
     @classmethod
-    def over(
-        cls, initial: float, minimum: float, steps: int, *, every: int = 1
-    ) -> ExponentialDecay:
-        """Returns the schedule that reaches ``minimum`` at the last change up to ``steps``."""
-        if not 1 <= every <= steps:
-            raise ValueError(f"Expected 1 <= every <= steps; got every={every} and steps={steps}")
-        unscaled = cls(initial, minimum, 0.0, every)
-        return cls(initial, minimum, math.log(initial / minimum) / (steps // unscaled.every), every)
+    def over(cls, initial: float, minimum: float, steps: int) -> ExponentialDecay:
+        """Returns the schedule that reaches ``minimum`` after a number of steps."""
+        if steps < 1:
+            raise ValueError(f"Expected at least one step; got {steps}")
+        cls(initial, minimum, 0.0)  # which checks both
+        return cls(initial, minimum, math.log(initial / minimum) / steps)
 
     def __call__(self, step: int) -> float:
         if step < 0:
             raise ValueError(f"Expected a step of at least 0; got {step}")
-        return max(self.minimum, self.initial * math.exp(-self.rate * (step // self.every)))
+        return max(self.minimum, self.initial * math.exp(-self.rate * step))
 
 
 class RelaxedELBO(ELBO):
@@ -164,7 +156,7 @@ class RelaxedELBO(ELBO):
         return self._relaxed("differentiable_loss", model, guide, args, kwargs)  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what `load_state_dict` takes to go on at the same temperature."""
+        """Returns the state by which `load_state_dict` goes on at the same temperature."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Coordinates", "SiteForm", "site_forms"]
-
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,8 +15,10 @@ from pyro_nami.factors.completed import is_support_unknown
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.networks.running import center_and_spread
 
-_LINEAR = 5.0  # where coordinates turn logarithmic
-_HUGE = 1e30  # what stands for infinity
+__all__ = ["Coordinates", "SiteForm", "site_forms"]
+
+# Largest standardized coordinate that is linear, in spreads. At ten times more, a heavy tail outweighs other values.
+MAX_LINEAR = 5.0
 
 
 class SiteForm(NamedTuple):
@@ -29,7 +30,7 @@ class SiteForm(NamedTuple):
 
 
 def site_forms(simulator: Simulator) -> dict[str, SiteForm]:
-    """Returns the form of every site of a model. Discrete sites, and those of varying support, are left as they are."""
+    """Returns the form of every site of a model; discrete sites and sites of varying support keep their values."""
     runs = [simulator.sites() for _ in range(2)]
     forms = {}
     for name in (*simulator.latent, *simulator.observed):
@@ -87,13 +88,14 @@ class Coordinates:
         """Returns the coordinates of values with some batch dims, ``(*batch, coordinates)``."""
         raw = torch.cat(list(self._parts(values, batch_dims).values()), -1)
         standard = (raw - self._center) / self._scale
-        beyond = (standard.abs() - _LINEAR).clamp(min=0)
-        return standard.clamp(-_LINEAR, _LINEAR) + standard.sign() * beyond.log1p()
+        beyond = (standard.abs() - MAX_LINEAR).clamp(min=0)
+        return standard.clamp(-MAX_LINEAR, MAX_LINEAR) + standard.sign() * beyond.log1p()
 
     def _parts(self, values: Mapping[str, Tensor], batch_dims: int) -> dict[str, Tensor]:
         parts = {}
         for name, unconstrain in self._maps.items():
             value = unconstrain(values[name])
             value = value.reshape(*value.shape[:batch_dims], -1)
-            parts[name] = value.nan_to_num(nan=0.0, posinf=_HUGE, neginf=-_HUGE)
+            huge = math.sqrt(torch.finfo(value.dtype).max)  # whose square is finite
+            parts[name] = value.nan_to_num(nan=0.0, posinf=huge, neginf=-huge)
         return parts

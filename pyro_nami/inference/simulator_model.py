@@ -19,11 +19,10 @@ from torch.distributions import Distribution, Independent, TransformedDistributi
 from pyro_nami.factors.wrappers import base_of, layers
 from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.runner import own_dims
+from pyro_nami.program.plate_dims import own_dims
 
 __all__ = ["Simulated", "SimulatorModel", "from_simulator", "with_drawn_data"]
 
-_ROWS = 7  # of a trial, where simulators that take one row are likely to fail
 _BY_ROWS = "One that takes one row is called by lambda theta: torch.stack([simulate(row) for row in theta])."
 
 
@@ -113,7 +112,7 @@ def _itself(value: Tensor) -> Tensor:
 def with_drawn_data(
     model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Sequence[str]
 ) -> Callable:
-    """Returns a model whose values at observed sites, if deterministic or a `Delta`, are draws; others as they are."""
+    """Returns a model whose observed sites that are deterministic, or a `Delta`, are draws; others are unchanged."""
     if isinstance(model, SimulatorModel) or not observed:
         return model
     sites: Mapping[str, Any] = {}
@@ -173,8 +172,9 @@ def from_simulator(prior: Distribution, simulator: Callable[[Tensor], Any]) -> S
             f"Expected a prior of one draw, of batch shape (); got {tuple(prior.batch_shape)}. Use "
             f"prior.to_event({len(prior.batch_shape)}) or torch.distributions.Independent."
         )
+    rows = prior.event_shape.numel() + 1  # a number that is not a size of one row
     with torch.random.fork_rng():
-        shape = _simulated(simulator, prior.sample((_ROWS,))).shape[1:]
+        shape = _simulated(simulator, prior.sample((rows,))).shape[1:]
     return SimulatorModel(functools.partial(_black_box, prior, simulator, shape), {"x": len(shape)})
 
 

@@ -11,7 +11,7 @@ from pyro_nami.messages import aligned
 
 __all__ = ["table_of"]
 
-_MOST = 100  # elements of a site
+MAX_LINES = 100  # of one site in a table; ten times more fill a screen many times
 
 
 def table_of(drawn: Any, prob: float) -> str:
@@ -29,10 +29,10 @@ def table_of(drawn: Any, prob: float) -> str:
         told = torch.cat(
             (torch.stack((mean, drawn.std(name))), drawn.quantile(name, ends).to(mean))
         )
-        places = itertools.islice(itertools.product(*map(range, mean.shape)), _MOST)
+        places = itertools.islice(itertools.product(*map(range, mean.shape)), MAX_LINES)
         for place, numbers in zip(places, told.reshape(5, -1).T.tolist()):
             index = f"[{', '.join(map(str, place))}]" if place else ""
             rows.append((name + index, *(f"{number:.3g}" for number in numbers)))
-        if mean.numel() > _MOST:
-            rows.append((f"{name}: {mean.numel() - _MOST:,} more", *[""] * 5))
+        if mean.numel() > MAX_LINES:
+            rows.append((f"{name}: {mean.numel() - MAX_LINES:,} more", *[""] * 5))
     return "\n".join(aligned(rows, words=(0,)))

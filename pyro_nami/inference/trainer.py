@@ -25,9 +25,11 @@ from pyro_nami.program.isolation import forked_rng
 
 __all__ = ["Trainer"]
 
-_FIRST = 16  # simulations of a guide's first call
-_REGRESSED = 2000  # simulations that a guide starts from
-_REACH = 10.0  # of losses on held-out simulations
+FIRST_CALL = 16  # simulations of a guide's first call; ten times more take memory in vain
+REGRESSED = 2000  # simulations that a guide is regressed on; a tenth are fewer than the features of many guides
+# Largest loss of a held-out simulation, in widths of the central 68% of losses above these. At ten times more, one
+# simulation that is far out chooses the weights.
+REACH = 10.0
 
 
 class Trainer:
@@ -116,12 +118,12 @@ class Trainer:
         return mean <= errors * math.sqrt(max(square / num - mean**2, 0.0) / num)
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean loss over all finite simulations of this process; warns of those left out."""
+        """Returns the mean loss over all finite simulations of this process; warns of the others."""
         return float(self._losses(batches).mean())
 
     @torch.no_grad()
     def _losses(self, batches: Iterable[Batch]) -> Tensor:
-        """Returns the losses of all finite simulations of this process, in float64; warns of those left out."""
+        """Returns the losses of all finite simulations of this process, in float64; warns of the others."""
         losses, seen = [], History()
         with _out_of_sight():
             for args, kwargs, draws in batches:
@@ -201,7 +203,7 @@ class Trainer:
         _copy(self.optimization.parameters, self.finite)
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of all this."""
+        """Returns the state for a checkpoint."""
         return {
             "structure": structure_of(self.guide, self.parameters),
             "guide": self.weights(),
@@ -213,7 +215,7 @@ class Trainer:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state` returned, or starts anew from nothing; raises ValueError if it is another guide's."""
+        """Loads a result of `state`, or starts anew from an empty one; raises ValueError for another guide's."""
         if state:
             check_structure(state["structure"], structure_of(self.guide, self.parameters))
             self.load_weights(state["guide"])
@@ -227,19 +229,13 @@ def _first_call(
     loss: CompilationLoss, simulator: Simulator, given: JointDraws | None
 ) -> dict[str, Tensor]:
     """Calls a guide, as lazy ones get their parameters then, and regresses it, if it can be; returns these by name."""
-    guide = loss.guide
-    args = simulator.args
-    kwargs = simulator.kwargs
+    guide, args, kwargs = loss.guide, simulator.args, simulator.kwargs
     regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
-    count = _FIRST if regress is None else _REGRESSED
+    count = FIRST_CALL if regress is None else REGRESSED
     with forked_rng():
-        draws = (
-            simulator.draw(count)
-            if given is None
-            else given.select(torch.arange(given.num)[:count])
-        )
+        draws = simulator.draw(count) if given is None else next(given.in_batches(count))
     draws, _ = draws.finite()
-    few = draws.select(torch.arange(draws.num)[:_FIRST])
+    few = next(draws.in_batches(FIRST_CALL))
     with torch.no_grad(), _out_of_sight():
         if not isinstance(guide, nn.Module):
             seen = poutine.trace(guide, param_only=True)
@@ -247,23 +243,22 @@ def _first_call(
             nodes: Any = seen.trace.nodes
             return {name: nodes[name]["value"].unconstrained() for name in seen.trace.param_nodes}
         loss(few, args, kwargs)
+    with_data = {**kwargs, "observations": draws.observed}
     if regress is not None:
         with forked_rng(), _out_of_sight():
-            regress(draws.latents, *args, **{**kwargs, "observations": draws.observed})
-    part: Any = getattr(guide, "log_prob_of", None)
-    if simulator.vectorized and part is not None and getattr(guide, "num_parameters", None):
+            regress(draws.latents, *args, **with_data)
+    log_prob_of: Any = getattr(guide, "log_prob_of", None) if simulator.vectorized else None
+    if log_prob_of is not None and getattr(guide, "num_parameters", None):
         with torch.no_grad(), _out_of_sight():
-            rest = part(
-                False, draws.latents, None, *args, **{**kwargs, "observations": draws.observed}
-            )
-        if rest.isfinite().all():  # or else steps say where it is not
-            loss.derived, loss.arguments = -float(rest.mean()), (args, kwargs)
+            derived = log_prob_of(False, draws.latents, None, *args, **with_data)
+        if derived.isfinite().all():  # or else steps say where it is not
+            loss.derived, loss.arguments = -float(derived.mean()), (args, kwargs)
     return {name: value for name, value in guide.named_parameters() if value.requires_grad}
 
 
 def _within_reach(losses: Tensor) -> Tensor:
     low, high = losses.quantile(0.16), losses.quantile(0.84)
-    return losses.clamp(max=high + _REACH * (high - low))
+    return losses.clamp(max=high + REACH * (high - low))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from pyro_nami.parameters.conditioning import (
 )
 
 __all__ = [
+    "Dependence",
     "Factor",
     "InputColumns",
     "NetworkStep",
@@ -37,7 +38,13 @@ __all__ = [
     "with_pseudo_observations",
 ]
 
-_MOST_PSEUDO_INPUTS, _MOST_PSEUDO_ROWS = 128, 8192
+MAX_PSEUDO_INPUTS = (
+    128  # of an instance that is a pseudo-observation; weights grow with their number
+)
+MAX_PSEUDO_ROWS = 8192  # likewise, times the elements of the factor
+
+
+Dependence = Literal["independent", "sequential", "linear"] | tuple[int, int]
 
 
 class Factor(NamedTuple):
@@ -46,20 +53,31 @@ class Factor(NamedTuple):
     name: Any  # the latent's: any hashable
     batch: frozenset  # its plates that are dims of the network rather than elements of the factor
     joint: tuple[str, ...]  # those that are flattened into its elements, outermost first
-    num_elements: int  # those of its instances in ``joint``, one after the other
+    num_elements: (
+        int  # of an instance, times the instances in ``joint``, one instance after the other
+    )
     num_params: int  # parameters an element, of its family
     num_features: int  # features an element
-    sequential: bool  # whether elements are drawn one by one, given those before
     sources: tuple[Source, ...]  # what it reads
     # which of an element's parameters are locations, relative to the anchor; a list
     locations: Sequence[int] = ()
-    coupled: bool = False  # whether elements come all at once of noise that depends on each other
-    # by how many splines of how many bins if so; by a linear map if None
-    stack: tuple[int, int] | None = None
-    # those of it that instances of its pooled sources are
+    # How elements depend on each other: not at all; drawn one by one, given those before; or drawn at once, from noise
+    # that a linear map couples, or splines in sequence, (how many, of how many bins).
+    dependence: Dependence = "independent"
+    # the pseudo-observations of it that instances of its pooled sources stand for
     pseudo: tuple[PseudoObservations, ...] = ()
-    # node -> which of its elements each element reads, if few
+    # node -> for each element of the factor, which elements of the node it reads; nodes that are not read in full
     parts: Mapping[Any, tuple[tuple[bool, ...], ...]] = {}
+
+    @property
+    def sequential(self) -> bool:
+        """Whether elements are drawn one by one, given those before."""
+        return self.dependence == "sequential"
+
+    @property
+    def coupled(self) -> bool:
+        """Whether elements come all at once of noise that depends on each other."""
+        return self.dependence not in ("independent", "sequential")
 
     @property
     def num_rows(self) -> int:
@@ -80,9 +98,9 @@ def num_inputs(source: Pooled, sizes: Mapping[Source, int]) -> int:
 def with_pseudo_observations(
     factors: Sequence[Factor], adding: Collection[Any], sizes: Mapping[Source, int]
 ) -> tuple[list[Factor], dict[Pooled, int]]:
-    """Returns factors, those in ``adding`` with their pseudo-observations, and the number of heads that sets have.
+    """Returns the factors with pseudo-observations for factors in ``adding``, and pooled source -> number of heads.
 
-    A block's are in sets of its members' own only, which it reads side by side.
+    A block takes pseudo-observations from sets of its members' own only, which it reads side by side.
     """
     heads: dict[Pooled, int] = {}
     found = []
@@ -94,14 +112,14 @@ def with_pseudo_observations(
                 continue
             width, first = num_inputs(pooled, sizes), heads.get(pooled, 0)
             count = factor.num_elements * sizes[pooled] // sizes[source]
-            if width <= _MOST_PSEUDO_INPUTS and width * factor.num_elements <= _MOST_PSEUDO_ROWS:
+            if width <= MAX_PSEUDO_INPUTS and width * factor.num_elements <= MAX_PSEUDO_ROWS:
                 heads[pooled] = first + count
                 pseudo.append(PseudoObservations(source, pooled, first, count, width))
             else:
                 warn(
                     f"Site '{factor.name}' takes no evidence from the instances of plate '{pooled.plate}': {width} "
-                    f"inputs by {factor.num_elements} elements are more than {_MOST_PSEUDO_INPUTS}, or than "
-                    f"{_MOST_PSEUDO_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
+                    f"inputs by {factor.num_elements} elements are more than {MAX_PSEUDO_INPUTS}, or than "
+                    f"{MAX_PSEUDO_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
                     "features would let it."
                 )
         found.append(factor._replace(pseudo=tuple(pseudo)))
@@ -135,7 +153,7 @@ def plan_steps(
 
     Example:
         >>> y, z = Direct("y"), Direct("z")
-        >>> first = Factor("z", frozenset(), (), 1, 2, 1, False, sources=(y,))
+        >>> first = Factor("z", frozenset(), (), 1, 2, 1, (y,))
         >>> factors = [first, first._replace(name="w", sources=(y, z))]
         >>> [(step.columns[0].source, step.rows) for step in plan_steps(factors, {"z": 0, "w": 1}, {y: 3, z: 1})]
         [(Direct(node='y'), {'z': 2}), (Direct(node='z'), {'w': 2})]

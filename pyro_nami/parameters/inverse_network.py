@@ -9,7 +9,7 @@ of
 
 A group's network reads sources (`conditioning`). Their values in a call (`inputs`) are made of
 standardized features of nodes, by encoders of sets. `network_state` is one pass through the
-networks.
+networks, and `training` what training keeps beside their weights.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_nami.factors.path_scored import PathShare
-from pyro_nami.networks.pace import Pace
 from pyro_nami.networks.precision_sums import PrecisionSums
-from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import (
     Direct,
     Flattened,
@@ -47,17 +44,16 @@ from pyro_nami.parameters.factor_groups import (
     with_pseudo_observations,
 )
 from pyro_nami.parameters.free_parameters import FreeParameters, coupling_units
-from pyro_nami.parameters.group_network import GroupNetwork
+from pyro_nami.parameters.group_network import GroupNetwork, PlacedFactor
 from pyro_nami.parameters.inputs import Pooling
+from pyro_nami.parameters.training import TrainedNetworks
 
-__all__ = ["InverseNetwork", "TrainingRecord", "as_pyro_module", "coupling_of"]
+__all__ = ["InverseNetwork", "as_pyro_module", "coupling_of"]
 
-_COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
-# gradient in units of the usual one, and the share of the latest one in that
-_LARGEST, _LATEST = 10.0, 0.01
-_UNITS = 8, 64  # hidden ones, at least and at most
-_MOST_UNITS = 2**20  # times the instances of a group
-_FIRST = 10  # passes of which none is unusual
+COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
+MIN_UNITS = 8  # of a hidden layer by default
+MAX_UNITS = 64
+UNITS_TIMES_INSTANCES = 2**20  # hidden units by instances of a group, at most, in guides for data
 
 
 def as_pyro_module(module: nn.Module) -> nn.Module:
@@ -79,16 +75,7 @@ def coupling_of(name: Hashable) -> tuple[str, Hashable]:
     return "coupling", name
 
 
-class TrainingRecord(NamedTuple):
-    """What a pass in training leaves for averages."""
-
-    # group, first column, last column + 1, values
-    inputs: list[tuple[GroupNetwork, int, int, Tensor]]
-    # factor -> its elements ``(*batch, elements)`` relative to the anchor
-    innovations: dict[Hashable, Tensor]
-
-
-class InverseNetwork(PyroModule):
+class InverseNetwork(TrainedNetworks):
     """Parameters of all factors of an inverse, as functions of the features of their parents.
 
     Args:
@@ -97,17 +84,15 @@ class InverseNetwork(PyroModule):
         plates: of the model.
         make_encoder: a function of (number of inputs) that builds the encoder of a pooled source.
         adding: factors that instances of pooled plates are pseudo-observations of.
+        latents: all latents in sampling order, and what else networks give parameters of.
         simulated: whether the guide is trained on simulations rather than on data.
+        varying: whether data that are not simulated differ from step to step, beside those of minibatches.
         hidden_features: of the groups' networks; by default one layer, in guides for data of fewer units over large
             plates, whose instances have offsets of their own.
         shared: whether factors in the same plates have one network, or one each.
         factory: dtype and device of the parameters.
         **options: of the groups' networks, see `GroupNetwork`.
     """
-
-    _buffers: dict[str, Any]  # none of them is None
-    usual: Tensor  # lengths of gradients, of each factor's parameters and coupling
-    like: Tensor  # empty, of dtype and device of the weights; the model's values may have others
 
     def __init__(
         self,
@@ -117,104 +102,98 @@ class InverseNetwork(PyroModule):
         *,
         make_encoder: Callable[[int], nn.Module],
         adding: Collection[Hashable],
+        latents: Sequence[Hashable],
         simulated: bool,
+        varying: bool = False,
         hidden_features: Sequence[int] | None,
         shared: bool,
         factory: Mapping[str, Any],
         **options: Any,
     ) -> None:
-        super().__init__()
-        self.dims, self.nesting = dict(plates.dims), plates.nesting
-        self.simulated = simulated
-        # of which a guide's first call chooses one
-        self.starts: list[Mapping[Hashable, Tensor]] = []
-        self.told: frozenset[str] = frozenset()  # latents that a user was warned of
-        self.backward = Backward()  # from the current call
-        # that gradients came back from; whether since the speeds were looked at
-        self.passes, self._stepped = 0, False
-        self.register_buffer("like", torch.empty(0, **factory), persistent=False)
-        self._keep_standard(standard)
         sizes, encoders = _encoders(factors, standard, plates, make_encoder)
         factors, heads = with_pseudo_observations(factors, adding, sizes)
         sums = {
             source: PrecisionSums(num_inputs(source, sizes), count, **factory)
             for source, count in heads.items()
         }
-        options |= {"simulated": simulated, "factory": factory}
-        self.groups = _groups(factors, plates, sizes, hidden_features, shared, options)
-        self.group_of = {factor.name: group for group in self.groups for factor in group.factors}
-        self.factors = {factor.name: factor for factor in factors}
-        self._nodes = {f.name: frozenset().union(*map(nodes_of, f.sources)) for f in factors}
-        self.path_shares = {name: PathShare() for name in self.factors}
-        sequential = (factor.name for factor in factors if factor.sequential)
-        self.read = frozenset().union(sequential, *self._nodes.values())
-
-        self.encoders = as_pyro_module(nn.ModuleList(encoders.values()))
-        self.evidence = as_pyro_module(nn.ModuleList(sums.values()))
-        self.networks = as_pyro_module(nn.ModuleList(group.mlp for group in self.groups))
-        stacks = [stack for group in self.groups for stack in group.stacks.values()]
-        self.stacks = as_pyro_module(nn.ModuleList(stacks))
-        self.inputs = as_pyro_module(nn.ModuleList(group.running for group in self.groups))
-        self.offsets = FreeParameters("offset", {}, persistent=True)
-        coupled = {
-            factor.name: coupling_units(factor.num_elements, self.like)
-            for factor in factors
-            if factor.coupled and factor.stack is None
+        options |= {"latents": latents, "simulated": simulated, "factory": factory}
+        groups = [
+            _group(members, sizes, plates, varying, hidden_features, options)
+            for members in _grouped(factors, apart=not shared, without_data=not simulated)
+        ]
+        coupled = [factor for factor in factors if factor.dependence == "linear"]
+        restrained = [factor.name for factor in factors]
+        restrained += [coupling_of(factor.name) for factor in coupled]
+        super().__init__(groups, restrained, simulated, torch.empty(0, **factory))
+        self.plates = plates
+        # of which a guide's first call chooses one
+        self.starts: list[Mapping[Hashable, Tensor]] = []
+        self.told: frozenset[str] = frozenset()  # latents that a user was warned of
+        self.places: dict[Any, PlacedFactor] = {}
+        for group in groups:
+            self.places.update(group.places)
+        sequential = frozenset(factor.name for factor in factors if factor.sequential)
+        self.read = sequential.union(*(nodes_of(s) for factor in factors for s in factor.sources))
+        self._keep_standard(standard)
+        parts = {
+            "encoders": encoders.values(),
+            "evidence": sums.values(),
+            "networks": [group.mlp for group in groups],
+            "stacks": [stack for group in groups for stack in group.stacks],
+            "inputs": [group.running for group in groups],
         }
-        rest = None if simulated else _COUPLING_REST
-        self.couplings = FreeParameters("coupling", coupled, rest=rest)
-        restrained = (*self.factors, *map(coupling_of, coupled))
-        self._index = {name: i for i, name in enumerate(restrained)}
-        self.register_buffer("usual", self.like.new_zeros(len(self._index)))
+        for name, modules in parts.items():
+            self.add_module(name, as_pyro_module(nn.ModuleList(modules)))
+        self.offsets = FreeParameters("offset", {}, persistent=True)
+        units = {each.name: coupling_units(each.num_elements, self.like) for each in coupled}
+        rest = None if simulated else COUPLING_REST
+        self.couplings = FreeParameters("coupling", units, rest=rest)
         if not factors:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
         # The modules once more, as every attribute of a PyroModule that is one takes a while to read.
-        self._pooling = self._with_uses(encoders, sums)
+        self._pooling = encoders, sums
 
     def _keep_standard(self, standard: Mapping[Hashable, tuple[Tensor, Tensor]]) -> None:
         """Registers shift and scale of each node's features as buffers."""
         self._affine = {node: (f"shift_{i}", f"scale_{i}") for i, node in enumerate(standard)}
-        for node, names in self._affine.items():
-            for name, value in zip(names, standard[node]):
+        for node, affine in self._affine.items():
+            for name, value in zip(affine, standard[node]):
                 self.register_buffer(name, value)
 
-    def _with_uses(
-        self, encoders: dict[Pooled, Any], sums: dict[Pooled, Any]
-    ) -> tuple[tuple[dict[Pooled, Any], set[Source]], tuple[dict[Pooled, Any], set[Source]]]:
-        """Returns modules with the sources that are still read where data are the same in every call."""
+    @functools.cached_property
+    def _read_when_constant(self) -> tuple[set[Source], set[Source]]:
+        """The sources that are still encoded, and those still summed, where data are the same in every call."""
         encoded, summed = set[Source](), set[Source]()
-        for factor in self.factors.values():
-            still_read = set(factor.sources) - self.group_of[factor.name].constant
-            encoded.update(part for source in still_read for part in parts_of(source))
-            summed.update(each.pooled for each in factor.pseudo if each.source in still_read)
-        return (encoders, encoded), (sums, summed)
+        for place in self.places.values():
+            left = set(place.factor.sources) - place.group.constant
+            encoded.update(part for source in left for part in parts_of(source))
+            summed.update(each.pooled for each in place.factor.pseudo if each.source in left)
+        return encoded, summed
 
     @property
     def num_parameters(self) -> int:
         """Number of weights that are not masked."""
-        whole = [
-            value.numel() for part in (self.encoders, self.evidence) for value in part.parameters()
-        ]
-        return sum(whole) + sum(
-            mlp.num_parameters for group in self.groups for mlp in group.networks
-        )
+        pooling = [module for modules in self._pooling for module in modules.values()]
+        whole = sum(value.numel() for module in pooling for value in module.parameters())
+        return whole + sum(mlp.num_parameters for group in self.groups for mlp in group.networks)
 
     def standard(self, node: Hashable) -> tuple[Tensor, Tensor]:
         """Returns shift and scale of a node's features, ``(features,)`` each."""
+        buffers: Mapping[str, Any] = self._buffers
         shift, scale = self._affine[node]
-        return self._buffers[shift], self._buffers[scale]
+        return buffers[shift], buffers[scale]
 
     def standardize(self, node: Hashable, features: Tensor) -> Tensor:
         """Returns features shifted and scaled as at the first call, with all plate dims: ``(*left, *plates, n)``."""
         shift, scale = self.standard(node)
-        missing = self.nesting + 1 - features.dim()
+        missing = self.plates.nesting + 1 - features.dim()
         if missing > 0:
             features = features[(None,) * missing]
         return torch.addcmul(shift, features.to(shift), scale)
 
     def affine(self, name: Hashable) -> tuple[Tensor, Tensor]:
         """Returns shift and scale of a factor's own features, ``(elements, features)`` each."""
-        factor = self.factors[name]
+        factor = self.places[name].factor
         shift, scale = (part.view(-1, factor.num_features) for part in self.standard(name))
         members = factor.num_elements // len(shift)
         return (
@@ -223,7 +202,7 @@ class InverseNetwork(PyroModule):
 
     def reads(self, name: Hashable, nodes: Collection[Hashable]) -> bool:
         """Whether a factor reads any of some nodes."""
-        return not self._nodes[name].isdisjoint(nodes)
+        return not self.places[name].nodes.isdisjoint(nodes)
 
     def pooling(self, constant: bool) -> tuple[Pooling, Pooling]:
         """Returns the encoders, and the sums of pseudo-observations, with their parameters read now.
@@ -238,7 +217,8 @@ class InverseNetwork(PyroModule):
             }
 
         encoders, sums = self._pooling
-        return bound(*encoders), bound(*sums)
+        encoded, summed = self._read_when_constant
+        return bound(encoders, encoded), bound(sums, summed)
 
     # ---- where weights start
 
@@ -250,21 +230,18 @@ class InverseNetwork(PyroModule):
 
     def set_offsets(self, plates: Mapping[Any, Mapping[str, tuple[int, int]]]) -> None:
         """Gives each instance of some factors offsets of its own: factor -> plates with batch dims and full sizes."""
-        factors = {name: self.factors[name] for name in plates}
-        units = {
-            name: self.like.new_ones(f.num_elements, f.num_params) for name, f in factors.items()
-        }
+        units = {}
         for group in self.groups:
             shared = torch.zeros_like(group.mlp.units, dtype=torch.bool)
-            for factor in group.factors:
-                if factor.name in units:
-                    group.rows(shared, factor)[:, : factor.num_params] = True
-                    where = factor.locations
-                    units[factor.name][:, where] = group.rows(group.mlp.bias_units, factor)[
-                        :, where
-                    ]
+            for name in plates.keys() & group.places.keys():
+                place, factor = group.places[name], group.places[name].factor
+                place.rows(shared)[:, : factor.num_params] = True
+                units[name] = self.like.new_ones(factor.num_elements, factor.num_params)
+                where = factor.locations
+                units[name][:, where] = place.rows(group.mlp.bias_units)[:, where]
             group.mlp.set_shared(shared)
-        self.offsets = FreeParameters("offset", units, plates, self.nesting, persistent=True)
+        units = {name: units[name] for name in plates}
+        self.offsets = FreeParameters("offset", units, plates, self.plates.nesting, persistent=True)
 
     # ---- a guide without weights, all of whose latents are exact
 
@@ -283,84 +260,23 @@ class InverseNetwork(PyroModule):
         self.count(scale)
         return poutine.scale(scale=scale)
 
-    # ---- what is learned beside gradients
+    # ---- what users are told
 
-    @property
-    def settled(self) -> bool:
-        """Whether inputs that are data are centered already."""
-        return self.simulated or all(group.running.settled for group in self.groups)
+    def tells(self, name: str) -> bool:
+        """Whether something is to be told of a latent: once, for all passes of these networks."""
+        told, self.told = self.told, self.told | {name}
+        return name not in told
 
-    def renew(self) -> None:
-        """Begins anew with other data: inputs are centered on those of the coming pass, and speeds are found again."""
-        for group in self.groups:
-            group.running.settled = False
-        self.usual.zero_()
-        for module in self.modules():
-            if isinstance(module, Pace):
-                module.restart()
-                module.speed.fill_(1.0)
+    def learns(self) -> bool:
+        """Whether a parameter is to get gradients: of a guide that is frozen nothing has."""
+        return any(parameter.requires_grad for parameter in self.parameters())
 
-    def count(self, value: Tensor) -> None:
-        """Counts a pass once a gradient comes back to a value that all losses of it depend on."""
-        if value.requires_grad and not torch.jit.is_tracing():  # no Python runs in what is compiled
-            value.register_hook(self._count)
-            self.backward.watch(value)
-
-    def _count(self, gradient: Tensor) -> None:
-        self.passes += 1
-
-    @torch.no_grad()  # as a hook may run with gradients on
-    def learn(self, record: TrainingRecord | None, gradient: Tensor) -> None:
-        """Takes in a pass, once, that a gradient has come back from; a hook of what its networks returned."""
-        if record is not None:
-            for group, first, last, x in record.inputs:
-                group.running.update(x, first, last)
-            for group in {self.group_of[name] for name in record.innovations}:
-                group.learn(record.innovations)
-            record.inputs.clear()
-            record.innovations.clear()
-        self._stepped = True
-        for group in self.groups:
-            group.running.passes += 1
-
-    def restrain(self, name: Hashable, gradient: Tensor) -> Tensor:
-        """Returns the gradient of a factor's parameters or coupling, shorter where it is far longer than usual.
-
-        One draw far out, as of a chain that is not stable, would else stop an optimizer that divides by a mean of
-        squared gradients for a thousand steps, or for good where the gradient is not finite, which so counts as none.
-        """
-        with torch.no_grad():  # as the gradient may have a graph of its own
-            usual, length = self.usual[self._index[name]], gradient.norm()
-            known = (usual > 0) & (self.passes > _FIRST)
-            lost = known & ~length.isfinite()
-            taken = torch.minimum(length, torch.where(known, _LARGEST * usual, torch.inf)).where(
-                ~lost, usual
-            )
-            share = torch.where(taken < length, taken / length, 1.0)
-            usual.copy_(
-                usual.square().lerp(taken.square(), max(1 / (1 + self.passes), _LATEST)).sqrt()
-            )
-        return (gradient * share).where(~lost, 0.0)
-
-    def quicken(self) -> None:
-        """Adapts the speeds of parameters, if the optimizer may have taken a step since; see `networks.Pace`."""
-        if self._stepped:
-            self._stepped = False
-            networks = (mlp for group in self.groups for mlp in group.networks)
-            for part in (*networks, self.offsets, self.couplings):
-                part.quicken()
-
-    def vary(self, groups: Collection[GroupNetwork]) -> None:
-        """Has the networks of some groups learn from data that differ from step to step."""
-        for group in groups:
-            group.vary()
-
-    def get_extra_state(self) -> list[int]:
-        """Returns the number of passes, and whether speeds are to be looked at."""
-        return [self.passes, int(self._stepped)]
-
-    def set_extra_state(self, state: Sequence[int]) -> None:
-        self.passes, self._stepped = state[0], bool(state[1])
+    def non_finite_parameter(self) -> str | None:
+        """Returns the name of a parameter that is not finite, None if all are."""
+        for name, value in self.named_parameters():
+            if not value.isfinite().all():
+                return f"network.{name.removesuffix('_unconstrained')}"
+        return None
 
 
 def _encoders(
@@ -372,11 +288,8 @@ def _encoders(
     """Returns the number of features of each source that factors read, and the encoders of the pooled ones."""
     sizes: dict[Source, int] = {}
     encoders: dict[Pooled, Any] = {}
-    for part in (
-        part for factor in factors for source in factor.sources for part in parts_of(source)
-    ):
-        if part in sizes:
-            continue
+    sources = dict.fromkeys(source for factor in factors for source in factor.sources)
+    for part in dict.fromkeys(part for source in sources for part in parts_of(source)):
         if isinstance(part, Direct):
             sizes[part] = len(standard[part.node][0])
         elif isinstance(part, Pooled):
@@ -388,32 +301,41 @@ def _encoders(
     return sizes, encoders
 
 
-def _groups(
+def _group(
     factors: Sequence[Factor],
-    plates: Plates,
     sizes: Mapping[Source, int],
+    plates: Plates,
+    varying: bool,
     hidden_features: Sequence[int] | None,
-    shared: bool,
     options: Mapping[str, Any],
-) -> tuple[GroupNetwork, ...]:
-    """Returns the networks of factors in the same plates, or of each if none are ``shared``.
-
-    In SVI factors that read nothing have their own.
-    """
-    simulated = options["simulated"]
-    # Latents without a factor are read as well.
+) -> GroupNetwork:
+    """Returns the network of some factors in the same plates."""
+    batch = factors[0].batch
+    if hidden_features is None:
+        units = MAX_UNITS
+        if not options["simulated"]:
+            instances = math.prod(plates.sizes[plate] for plate in batch)
+            units = min(max(UNITS_TIMES_INSTANCES // instances, MIN_UNITS), MAX_UNITS)
+        hidden_features = (units,)
     position = {name: i for i, name in enumerate(options["latents"])}
-    members: dict[Hashable, list[Factor]] = {}
+    return GroupNetwork(
+        factors,
+        plan_steps(factors, position, sizes),
+        varying=varying or not plates.minibatched.isdisjoint(batch),
+        hidden_features=hidden_features,
+        **options,
+    )
+
+
+def _grouped(
+    factors: Sequence[Factor], apart: bool, without_data: bool
+) -> Collection[list[Factor]]:
+    """Returns the factors of each network: those in the same plates, or one factor each if they are to be ``apart``.
+
+    In guides for given data factors that read nothing have a network of their own.
+    """
+    groups: dict[Hashable, list[Factor]] = {}
     for factor in factors:
-        key = factor.batch, not (simulated or factor.sources), shared or factor.name
-        members.setdefault(key, []).append(factor)
-    groups = []
-    for each in members.values():
-        widths = hidden_features
-        if widths is None:
-            least, most = _UNITS
-            few = _MOST_UNITS // math.prod(plates.sizes[plate] for plate in each[0].batch)
-            widths = (most if simulated else min(max(least, few), most),)
-        steps = plan_steps(each, position, sizes)
-        groups.append(GroupNetwork(each, steps, hidden_features=widths, **options))
-    return tuple(groups)
+        key = factor.batch, without_data and not factor.sources, apart and factor.name
+        groups.setdefault(key, []).append(factor)
+    return groups.values()

@@ -13,15 +13,49 @@ from torch import Tensor
 
 from pyro_nami.factors.joint import to_sequence
 from pyro_nami.factors.normals import LinearMap
-from pyro_nami.factors.path_scored import PathShare
 from pyro_nami.networks.running import tempered
 from pyro_nami.parameters.additions import Additions
 from pyro_nami.parameters.factor_groups import Factor
-from pyro_nami.parameters.group_network import GroupNetwork
+from pyro_nami.parameters.group_network import GroupNetwork, PlacedFactor
 from pyro_nami.parameters.inputs import IndexMaps, Sources, concatenate
-from pyro_nami.parameters.inverse_network import InverseNetwork, TrainingRecord, coupling_of
+from pyro_nami.parameters.inverse_network import InverseNetwork, coupling_of
+from pyro_nami.parameters.spline_stack import StackPass
+from pyro_nami.parameters.training import TrainingRecord
 
 __all__ = ["NetworkState", "Numbers"]
+
+
+class GroupPass:
+    """One pass through the network of one group, with the rows that it gave so far."""
+
+    def __init__(self, group: GroupNetwork) -> None:
+        self.group = group
+        self.state = group.mlp.start()
+        self.stacks = {
+            name: place.stack.start() for name, place in group.places.items() if place.stack
+        }
+        self.rows: dict[Hashable, Tensor] = {}
+        self._read: list[Tensor] = []  # for stacks
+
+    @functools.cached_property
+    def pulls(self) -> Tensor:
+        """Zeros that move as the biases of all rows do, relative to their units."""
+        return self.group.pulls()
+
+    def advance(self, x: Tensor, stop: int) -> Tensor:
+        """Returns the rows of the steps up to ``stop``, whose standardized inputs are ``x``, and keeps them."""
+        sizes = self.group.blocks(self.state.step, stop)
+        rows, self.state = self.state.advance(x, stop)
+        if self.stacks:
+            self._read.append(x)
+        parts = rows.split([*sizes.values()], -1) if len(sizes) > 1 else [rows]
+        for name, part in zip(sizes, parts):
+            self.rows.setdefault(name, part)  # what is there already was used to draw the factor
+        return rows
+
+    def stack(self, place: PlacedFactor) -> StackPass:
+        """Returns the splines in sequence of a factor, given what it reads."""
+        return self.stacks[place.factor.name](concatenate(self._read)[..., place.read])
 
 
 class NetworkState:
@@ -41,7 +75,7 @@ class NetworkState:
     Example:
         >>> from pyro_nami.parameters.conditioning import Direct, Plates
         >>> standard = {name: (torch.zeros(1), torch.ones(1)) for name in "yz"}
-        >>> factor = Factor("z", frozenset(), (), 1, 2, 1, False, (Direct("y"),))
+        >>> factor = Factor("z", frozenset(), (), 1, 2, 1, (Direct("y"),))
         >>> options = {"latents": "z", "simulated": True, "shared": True, "hidden_features": (4,), "factory": {}}
         >>> network = InverseNetwork([factor], standard, Plates(()), make_encoder=None, adding=(), **options)
         >>> network.set_initial({"z": torch.tensor([[3.0, 0.0]])})
@@ -62,40 +96,31 @@ class NetworkState:
         indices: Mapping[str, Tensor] | None = None,
         refinement: Mapping[Hashable, Tensor] | None = None,
     ) -> None:
-        learning, constant = learning and not network.simulated, constant and not network.simulated
-        offsets = offsets and not network.simulated
-        options: dict[str, Any] = {"constant": constant, "offsets": offsets}
-        options |= {"indices": indices, "refinement": refinement}
-        self._remake = functools.partial(NetworkState, network, maps, **options)
-        self._fixed: NetworkState | None = None
-        self._drawn: set[Hashable] = set()
-        self._network, self._constant = network, constant
-        self._noting = learning and not torch.jit.is_tracing()  # a compiled pass runs no Python
-        self._counted = False
-        if self._noting:
+        self.network = network
+        self._remake = functools.partial(
+            NetworkState,
+            network,
+            maps,
+            constant=constant,
+            offsets=offsets,
+            indices=indices,
+            refinement=refinement,
+        )
+        self._constant = constant and not network.simulated
+        self._learning = learning and not network.simulated
+        self._record: TrainingRecord | None = None
+        if self._learning and not torch.jit.is_tracing():  # a compiled pass runs no Python
             network.quicken()
-        self._offsets = network.offsets.start(indices) if offsets else {}
+            if network.groups and network.groups[0].running.due:
+                self._record = TrainingRecord([], {})
+        self._offsets = network.offsets.start(indices) if offsets and not network.simulated else {}
         for name, added in (refinement or {}).items():
             self._offsets[name] = self._offsets[name] + added if name in self._offsets else added
-        self._couplings: dict[Hashable, Any] = network.couplings.start()
-        self._stacks = {
-            name: each.start() for group in network.groups for name, each in group.stacks.items()
-        }
-        due = self._noting and network.groups and network.groups[0].running.due
-        self._record = TrainingRecord([], {}) if due else None
-        self._sources = Sources(network.dims, maps, *network.pooling(constant))
-        self._states: dict[GroupNetwork, Any] = {
-            group: group.mlp.start() for group in network.groups
-        }
-        self._learning, self._pulls = learning, dict[GroupNetwork, Tensor]()
-        self._rows: dict[Hashable, Tensor] = {}
-        # what a group's network has read so far, for stacks
-        self._read: dict[GroupNetwork, Tensor] = {}
-
-    @property
-    def nesting(self) -> int:
-        """The number of plate dims."""
-        return self._network.nesting
+        self._couplings = network.couplings.start()
+        self._sources = Sources(network.plates.dims, maps, *network.pooling(self._constant))
+        self._groups = {group: GroupPass(group) for group in network.groups}
+        self._drawn: set[Hashable] = set()
+        self._hooked = False  # whether something was told to note gradients that come back
 
     # ---- what is known
 
@@ -110,59 +135,45 @@ class NetworkState:
 
         ``drawn`` says whether the value was drawn in this pass, ``share`` by how much it follows its factor's biases.
         """
-        features = self._network.standardize(node, features)
+        features = self.network.standardize(node, features)
+        place = self.network.places.get(node)
         if drawn:
             self._drawn.add(node)
-        factor = self._network.factors.get(node)
-        pull = self._pull(factor) if drawn and factor is not None and not factor.joint else None
-        if pull is not None:
-            features = features - (pull if share is None else share * pull)
+            pull = self._pull(place) if place is not None and not place.factor.joint else None
+            if pull is not None:
+                features = features - (pull if share is None else share * pull)
         self._sources.put(node, tempered(features))
 
-    def reads(self, node: Hashable) -> bool:
-        """Whether any factor reads a node, its own elements included."""
-        return node in self._network.read
-
-    def _pull(self, factor: Factor) -> Tensor | None:
+    def _pull(self, place: PlacedFactor) -> Tensor | None:
         """Returns zeros that move as a factor's standardized draw does with its biases, ``(*plates, elements)``.
 
         What others read of a draw is centered on what it usually is, so it does not move with the biases in the end.
         Gradients that take the center for fixed would have the draw pull all those that read it along with it.
         """
-        if not self._learning or len(factor.locations) != 1:
+        name, locations = place.factor.name, place.factor.locations
+        if not self._learning or len(locations) != 1:
             return None
-        group = self._network.group_of[factor.name]
-        if group not in self._pulls:
-            self._pulls[group] = group.pulls()
-        pull = group.locations(self._pulls[group], factor)
-        if factor.name in self._offsets:
-            offset = self._offsets[factor.name][..., factor.locations[0]]
-            pull = pull + (offset - offset.detach()) / group.locations(group.mlp.bias_units, factor)
-        return self._network.affine(factor.name)[1][:, 0] * pull
+        pull = place.locations(self._groups[place.group].pulls)
+        if name in self._offsets:
+            offset = self._offsets[name][..., locations[0]]
+            pull = pull + (offset - offset.detach()) / place.locations(place.group.mlp.bias_units)
+        return self.network.affine(name)[1][:, 0] * pull
 
     def note(
         self, name: Hashable, elements: Tensor, anchor: Tensor | None, dims: Sequence[int]
     ) -> None:
         """Records a draw, relative to its anchor, for averages; ``dims`` are those of a block."""
-        if self._record is None or not self._network.factors[name].locations:
+        if self._record is None or not self.network.places[name].factor.locations:
             return
         if anchor is not None:
             location, scale = anchor.detach().unbind(-1)
             elements = (elements - location) / scale
-        elements = elements.detach().to(self._network.like.dtype)
+        elements = elements.detach().to(self.network.like.dtype)
         self._record.innovations[name] = to_sequence(elements, dims)
-
-    def learns(self) -> bool:
-        """Whether a parameter is to get gradients: of a guide that is frozen nothing has."""
-        return any(parameter.requires_grad for parameter in self._network.parameters())
-
-    def passes(self) -> int:
-        """Returns the number of passes that gradients have come back from."""
-        return self._network.passes
 
     def settle(self) -> None:
         """Centers the inputs that are data on those of this call, all of which must be known, or widens their units."""
-        for group in self._network.groups:
+        for group in self.network.groups:
             for source, first, last, start in group.columns(0, len(group.steps)):
                 if source in group.data:
                     x = self._sources.value(source)[..., first:last]
@@ -175,130 +186,109 @@ class NetworkState:
 
     # ---- parameters
 
-    def fixed(self, name: Hashable) -> NetworkState | Numbers:
-        """Returns what gives a factor's parameters with those of networks as numbers, so that draws alone move them."""
-        factor = self._network.factors[name]
-        if not (factor.sequential or factor.coupled or self._network.reads(name, self._drawn)):
-            return Numbers(self)
-        if self._fixed is None:
-            with poutine.block(), torch.no_grad():
-                self._fixed = self._remake()
-            self._fixed._sources.take(self._sources)
-        return self._fixed
+    @functools.cached_property
+    def _fixed(self) -> NetworkState:
+        """This state with the outputs of networks detached, so that gradients come through draws only."""
+        with poutine.block(), torch.no_grad():
+            fixed = self._remake()
+        fixed._sources.take(self._sources)
+        return fixed
 
-    def path_share(self, name: Hashable) -> PathShare:
-        """Returns what share of a latent's score gradients leave out."""
-        return self._network.path_shares[name]
+    def fixed(self, name: Hashable) -> NetworkState | Numbers:
+        """Returns a state that gives a factor's parameters with network outputs detached from their weights."""
+        factor = self.network.places[name].factor
+        if factor.sequential or factor.coupled or self.network.reads(name, self._drawn):
+            return self._fixed
+        return Numbers(self)
 
     def params(self, name: Hashable) -> Tensor:
         """Returns the parameters of a factor, ``(*batch, elements, params)``.
 
         A sequential factor's need its own features known as well.
         """
-        factor, group = self._network.factors[name], self._network.group_of[name]
-        self._advance(group, group.head[name] + (factor.num_elements if factor.sequential else 1))
-        rows = self._rows[name].unflatten(-1, (-1, factor.num_rows))
-        return self._restrained(name, self._additions(factor).params(rows))
+        place = self.network.places[name]
+        factor = place.factor
+        self._advance(place, factor.num_elements if factor.sequential else 1)
+        rows = self._groups[place.group].rows[name].unflatten(-1, (-1, factor.num_rows))
+        return self._restrained(name, self._additions(place).params(rows))
 
     def coupling(self, name: Hashable) -> Any:
         """Returns the map that couples the elements of a factor whose parameters have been asked for."""
-        if name not in self._stacks:
-            return LinearMap(self._restrained(coupling_of(name), self._couplings[name]))
-        group = self._network.group_of[name]
-        return self._stacks[name](group.context(self._read[group], self._network.factors[name]))
+        place = self.network.places[name]
+        if place.stack is not None:
+            return self._groups[place.group].stack(place)
+        return LinearMap(self._restrained(coupling_of(name), self._couplings[name]))
 
     def _restrained(self, name: Hashable, value: Tensor) -> Tensor:
         """Returns a value whose gradient is kept from being far longer than usual, where it learns from data."""
         if self._learning and value.requires_grad and not torch.jit.is_tracing():
-            value.register_hook(functools.partial(self._network.restrain, name))
+            value.register_hook(functools.partial(self.network.restrain, name))
         return value
 
     def conditionals(self, name: Hashable, ndims: int) -> ElementConditionals:
         """Returns what draws a sequential factor's elements one by one; ``ndims`` are the batch dims of its site."""
-        factor, group = self._network.factors[name], self._network.group_of[name]
-        self._advance(group, group.head[name] + 1)
+        place = self.network.places[name]
+        self._advance(place, 1)
+        group = self._groups[place.group]
         return ElementConditionals(
-            factor,
-            self._network.affine(name),
-            _trimmed(self._rows[name][..., : factor.num_rows], ndims),
-            self._states[group],
-            functools.partial(self._inputs, group),
-            self._additions(factor, ndims),
-            _trimmed(self._pull(factor), ndims),
+            place.factor,
+            self.network.affine(name),
+            _trimmed(group.rows[name][..., : place.factor.num_rows], ndims),
+            group.state,
+            functools.partial(self._standardized, place.group),
+            self._additions(place, ndims),
+            _trimmed(self._pull(place), ndims),
         )
 
-    def _additions(self, factor: Factor, ndims: float = math.inf) -> Additions:
+    def _additions(self, place: PlacedFactor, ndims: float = math.inf) -> Additions:
         """Returns what adds to the rows of a factor; what never changes is left to its biases."""
+        factor = place.factor
         totals: list[Tensor | None] = []
         for each in factor.pseudo:
-            if self._constant and each.source in self._network.group_of[factor.name].constant:
+            if self._constant and each.source in place.group.constant:
                 totals.append(None)
             else:
                 total = each.of_elements(self._sources.total(each.source), factor.num_elements)
                 totals.append(_trimmed(total, ndims + 1))
         counts = [factor.num_params, *(each.num_params for each in factor.pseudo)]
         offset = _trimmed(self._offsets.get(factor.name), ndims + 1)
-        return Additions(
-            counts, totals, self._network.affine(factor.name) if totals else (), offset
-        )
+        affine = self.network.affine(factor.name) if totals else ()
+        return Additions(counts, totals, affine, offset)
 
-    def _advance(self, group: GroupNetwork, stop: int) -> None:
-        """Takes the steps of a group before ``stop``, whose inputs must all be known, in one advance."""
-        begin = self._states[group].step
+    def _advance(self, place: PlacedFactor, count: int) -> None:
+        """Takes the steps of a group up to the first ``count`` of a factor, whose inputs must all be known."""
+        group, stop = self._groups[place.group], place.step + count
+        begin = group.state.step
         if begin >= stop:
             return
-        x = self.inputs(group, begin, stop)
-        rows, self._states[group] = self._states[group].advance(x, stop)
-        if group.stacks:
-            self._read[group] = concatenate([self._read[group], x]) if group in self._read else x
-        if not self._counted and rows.requires_grad:
-            self._network.count(rows)
-            self._counted = True
-        if self._noting and rows.requires_grad:
-            # Bound to no state, as a graph that holds what holds the graph is never freed.
-            rows.register_hook(functools.partial(self._network.learn, self._record))
-            self._noting = False
-        sizes = group.blocks(begin, stop)
-        for name, part in zip(
-            sizes, rows.split([*sizes.values()], -1) if len(sizes) > 1 else [rows]
-        ):
-            self._rows.setdefault(name, part)  # what is there already was used to draw the factor
+        rows = group.advance(self.inputs(place.group, begin, stop), stop)
+        if rows.requires_grad and not self._hooked:
+            self._hooked = True
+            self.network.count(rows)
+            if self._learning and not torch.jit.is_tracing():
+                # Bound to no state, as a graph that holds what holds the graph is never freed.
+                rows.register_hook(functools.partial(self.network.learn, self._record))
 
     def inputs(self, group: GroupNetwork, begin: int, stop: int) -> Tensor:
         """Returns what a group's network reads at steps ``begin`` to ``stop - 1``, ``(*batch, inputs)``."""
+        ones = (1,) * self.network.plates.nesting
         parts = []
         for source, first, last, start in group.columns(begin, stop):
             if self._constant and source in group.constant:
-                center = group.running.center[start : start + last - first]
-                parts.append(center.view((1,) * self._network.nesting + (-1,)))
+                parts.append(group.running.center[start : start + last - first].view(*ones, -1))
             else:
                 value = self._sources.value(source)
                 parts.append(value if last - first == value.shape[-1] else value[..., first:last])
-        x = (
-            concatenate(parts)
-            if parts
-            else self._network.like.new_empty((1,) * self._network.nesting + (0,))
-        )
-        return self._inputs(group, begin, stop, x) if x.shape[-1] else x
+        if not parts:
+            return self.network.like.new_empty(*ones, 0)
+        return self._standardized(group, begin, stop, concatenate(parts))
 
-    def _inputs(self, group: GroupNetwork, begin: int, stop: int, x: Tensor) -> Tensor:
-        """Returns what a group's network makes of its columns of some steps."""
+    def _standardized(self, group: GroupNetwork, begin: int, stop: int, x: Tensor) -> Tensor:
+        """Returns the columns of some steps as a group's network reads them, and records them for averages."""
         first, last = group.mlp.bounds[0][begin], group.mlp.bounds[0][stop]
         if self._record is not None:
             self._record.inputs.append((group, first, last, x.detach()))
         return group.running(x, first, last)
-
-    def tells(self, name: str) -> bool:
-        """Whether something is to be told of a latent: once, for all passes of these networks."""
-        told, self._network.told = self._network.told, self._network.told | {name}
-        return name not in told
-
-    def non_finite_parameter(self) -> str | None:
-        """Returns the name of a parameter that is not finite, None if all are."""
-        for name, value in self._network.named_parameters():
-            if not value.isfinite().all():
-                return f"network.{name.removesuffix('_unconstrained')}"
-        return None
 
 
 class Numbers(NamedTuple):

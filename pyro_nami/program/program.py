@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pyro_nami.messages import warn
 from pyro_nami.program.runner import Runner
@@ -34,6 +35,19 @@ class Program(NamedTuple):
     def roots(self) -> tuple:
         """The model and its arguments, one by one."""
         return self.model, *self.args, *self.kwargs.values()
+
+    def argument(self, slot: int | str) -> Any:
+        """Returns the model's argument at a position or of a name; None if this call has none."""
+        if isinstance(slot, str):
+            return self.kwargs.get(slot)
+        return self.args[slot] if slot < len(self.args) else None
+
+    def leaves(self) -> list[Any]:
+        """Returns all that the arguments hold, and the names of those that have one."""
+        leaves = [*self.args, *self.kwargs.values(), *self.kwargs]
+        if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
+            leaves = tree_leaves(leaves)
+        return leaves
 
     def run(self, runner: Runner) -> dict[str, Any]:
         """Runs the model as the runner says; returns its sample sites, as a trace holds them."""

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import (
-    CellType,
     FunctionType,
     MemberDescriptorType,
     MethodType,
@@ -34,7 +33,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pyro_nami.program.isolation import contents_of, names_in
+from pyro_nami.program.isolation import names_in
 
 __all__ = ["PLAIN", "Surroundings"]
 
@@ -233,25 +232,24 @@ class Surroundings:
         if max(count, len(self._places)) > MOST_ITEMS:
             return []
         for i in range(count):
-            self._note((id(value), i), partial(_item, value, i), partial(_set_in_list, value, i))
+            self._note(value, i, partial(_item, value, i), partial(_set_in_list, value, i))
 
         def write(more: _More) -> None:
             value[count:] = more
 
-        self._note((id(value), "more"), lambda: _More(value[count:]), write)
+        self._note(value, MISSING, lambda: _More(value[count:]), write)
         return list(value)
 
     def _parts_of_dict(self, value: dict) -> list[Any]:
         """Notes the items of a dict, and that there are no more; of a long one nothing."""
-        known = list(value.keys())
+        known = set(value.keys())
         if max(len(known), len(self._places)) > MOST_ITEMS:
             return []
-        for key in known:
-            read = partial(dict.get, value, key, MISSING)
-            self._note((id(value), "item", key), read, partial(_set_item, value, key))
+        for key in value:
+            self._note_item(value, key)
 
         def more() -> _More:
-            return _More((key, value[key]) for key in value.keys() - set(known))
+            return _More((key, value[key]) for key in value.keys() - known)
 
         def write(items: _More) -> None:
             for key, _ in more():
@@ -259,7 +257,7 @@ class Surroundings:
             for key, item in items:
                 _set_item(value, key, item)
 
-        self._note((id(value), "more"), more, write)
+        self._note(value, MISSING, more, write)
         return list(value.values())
 
     def _parts_of_function(self, function: FunctionType) -> list[Any]:
@@ -267,7 +265,7 @@ class Surroundings:
             return []
         names = names_in(function.__code__)
         self._names.update(names)
-        cells = [self._note_cell(cell) for cell in function.__closure__ or ()]
+        cells = [self._note_attribute(cell, "cell_contents") for cell in function.__closure__ or ()]
         wrapped = getattr(function, "__wrapped__", None)
         return [*cells, *self._note_names(function.__globals__, names), wrapped]
 
@@ -280,15 +278,20 @@ class Surroundings:
         own = [each for each in kind.__mro__ if not self._is_foreign(each.__module__)]
         if not own and not isinstance(value, NAMESPACES):
             return []
-        found = []
+        found: list[Any] = []
         for each in own:
             for name in sorted(self._names & vars(each).keys()):
-                if isinstance(vars(each)[name], MemberDescriptorType):
-                    found += [] if value is kind else [self._note_slot(value, name)]
-                else:
-                    found.append(self._note_of_class(each, name))
-        held = vars(value) if hasattr(value, "__dict__") and value is not kind else {}
-        found += self._note_names(held, self._names - OWN_NAMES)
+                held = vars(each)[name]
+                if isinstance(held, (staticmethod, classmethod)):
+                    found.append(held.__func__)
+                elif isinstance(held, property):
+                    found.append(held.fget)
+                elif isinstance(held, MemberDescriptorType):
+                    found += [] if value is kind else [self._note_attribute(value, name)]
+                elif isinstance(held, FunctionType) or not hasattr(type(held), "__get__"):
+                    found.append(self._note_attribute(each, name))
+        own_names = vars(value) if hasattr(value, "__dict__") and value is not kind else {}
+        found += self._note_names(own_names, self._names - OWN_NAMES)
         if isinstance(value, nn.Module):
             found += self._note_names(value._buffers, self._names)
             found += [part for name, part in value._modules.items() if name in self._names]
@@ -296,50 +299,27 @@ class Surroundings:
 
     def _note_names(self, holder: dict[str, Any], names: Iterable[str]) -> list[Any]:
         """Notes names of a namespace, and returns what they stand for."""
-        found = []
-        for name in sorted(holder.keys() & set(names)):
-            if name.startswith("_pyro"):
-                continue
-            found.append(holder[name])
-            self._note(
-                (id(holder), name),
-                partial(dict.get, holder, name, MISSING),
-                partial(_set_item, holder, name),
-            )
-        return found
+        found = sorted(name for name in holder.keys() & set(names) if not name.startswith("_pyro"))
+        return [self._note_item(holder, name) for name in found]
 
-    def _note_cell(self, cell: CellType) -> Any:
-        write = partial(_set_attribute, cell, "cell_contents")
-        self._note((id(cell), None), partial(contents_of, cell, MISSING), write)
-        return contents_of(cell, MISSING)
+    def _note_item(self, holder: dict, key: Any) -> Any:
+        read = partial(dict.get, holder, key, MISSING)
+        return self._note(holder, key, read, partial(_set_item, holder, key))
 
-    def _note_slot(self, value: Any, name: str) -> Any:
-        read = partial(getattr, value, name, MISSING)
-        self._note((id(value), name), read, partial(_set_attribute, value, name))
-        return read()
+    def _note_attribute(self, owner: Any, name: str) -> Any:
+        """Notes an attribute of a class, or one of an object that is not in its dict."""
+        read = partial(_attribute, owner, name)
+        return self._note(owner, name, read, partial(_set_attribute, owner, name))
 
-    def _note_of_class(self, kind: type, name: str) -> Any:
-        """Notes an attribute of a class, unless it is code, and returns it."""
-        value = vars(kind)[name]
-        if isinstance(value, (staticmethod, classmethod)):
-            return value.__func__
-        if isinstance(value, property):
-            return value.fget
-        if hasattr(type(value), "__get__") and not isinstance(value, FunctionType):
-            return None
-
-        def read() -> Any:
-            return vars(kind).get(name, MISSING)
-
-        self._note((id(kind), name), read, partial(_set_attribute, kind, name))
+    def _note(
+        self, owner: Any, name: Any, read: Callable[[], Any], write: Callable[[Any], Any]
+    ) -> Any:
+        """Notes a place of an object if it holds data; returns what it holds."""
+        key, value = (id(owner), name), read()
+        with suppress(Exception):  # whatever copies of others' objects raise
+            if key not in self._apart and len(self._places) <= MOST_ITEMS and _is_data(value):
+                self._places.setdefault(key, _Place.of(read, write))
         return value
-
-    def _note(self, key: Hashable, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
-        if key in self._apart or key in self._places or len(self._places) > MOST_ITEMS:
-            return
-        with suppress(Exception):
-            if _is_data(read()):
-                self._places[key] = _Place.of(read, write)
 
     def _is_foreign(self, module: str | None) -> bool:
         """Whether a module is of a library, unless the model is of the same."""
@@ -397,6 +377,15 @@ def _set_item(holder: dict, key: Any, value: Any) -> None:
         kind.__setitem__(holder, key, value)
     elif key in holder:
         kind.__delitem__(holder, key)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """Returns an attribute of an object, or a class's own one; `MISSING` if there is none, or a cell is empty."""
+    if isinstance(owner, type):
+        return vars(owner).get(name, MISSING)
+    with suppress(AttributeError, ValueError):
+        return getattr(owner, name)
+    return MISSING
 
 
 def _set_attribute(owner: Any, name: str, value: Any) -> None:

@@ -24,7 +24,6 @@ from pyro_nami.refinement.estimates import errors, hidden, log_weights, run_at
 from pyro_nami.refinement.updates import (
     ENCODINGS,
     INPUTS,
-    UPDATES,
     Refined,
     Refinement,
     Updater,
@@ -33,18 +32,16 @@ from pyro_nami.refinement.updates import (
 
 __all__ = ["AutoIterativeGuide", "Trajectory"]
 
-_PARTS = "guide.", "updaters."  # of a state
-
 
 class Trajectory(NamedTuple):
-    """The estimates of one call, and what the networks read of each.
+    """The estimates of one call, and the networks' inputs at each estimate.
 
     Attributes:
         call: its data.
         estimates: refinements, from zero on; one more than there are steps.
-        codes: for each step, what was read of the estimate, a tensor for each part.
-        parts: what is refined, by groups of factors.
-        data: what the networks read of the data, for each part; empty where they read none.
+        codes: for each step, the encoded gradients or errors at the estimate, a tensor for each part.
+        parts: the refined factors, by group.
+        data: the networks' features of the data, for each part; empty where they read none.
     """
 
     call: Call
@@ -70,7 +67,6 @@ class AutoIterativeGuide(AutoGuide):
             this one.
         steps: learned steps in a call. With 0 it is ``guide``.
         encode: ``"gradients"``, or ``"errors"``: for latent Gaussian models, (x - mean) / variance of each site.
-        update: ``"highway"`` (gated) or ``"direct"``; see `Updater`.
         samples: draws of a step's gradient.
         inputs: what is read besides: ``"data"``, ``"estimate"``, both, or none.
         hidden_features: widths of the networks that refine.
@@ -101,7 +97,6 @@ class AutoIterativeGuide(AutoGuide):
         *,
         steps: int = 5,
         encode: str = "gradients",
-        update: str = "highway",
         samples: int = 1,
         inputs: Sequence[str] = INPUTS,
         hidden_features: Sequence[int] = (128, 128),
@@ -109,11 +104,10 @@ class AutoIterativeGuide(AutoGuide):
         temperature: float | None = None,
     ) -> None:
         super().__init__(guide.model)
-        for what, value, known in (("encode", encode, ENCODINGS), ("update", update, UPDATES)):
-            if value not in known:
-                raise ValueError(
-                    f"Expected {what} to be one of {', '.join(map(repr, known))}; got {value!r}."
-                )
+        if encode not in ENCODINGS:
+            raise ValueError(
+                f"Expected encode to be one of {', '.join(map(repr, ENCODINGS))}; got {encode!r}."
+            )
         if not set(inputs) <= set(INPUTS):
             raise ValueError(
                 f"Expected inputs among {', '.join(map(repr, INPUTS))}; got {tuple(inputs)}."
@@ -127,7 +121,6 @@ class AutoIterativeGuide(AutoGuide):
         guide.master = None  # it has plates of its own
         self.steps = steps
         self.encode = encode
-        self.update = update
         self.samples = samples
         self.inputs, self.hidden_features = frozenset(inputs), tuple(hidden_features)
         self.global_latents, self.temperature = global_latents, temperature
@@ -153,17 +146,9 @@ class AutoIterativeGuide(AutoGuide):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads a state, before the first call as well."""
-        inner, own = (
-            {key[len(of) :]: v for key, v in state_dict.items() if key.startswith(of)}
-            for of in _PARTS
-        )
+        inner, own = _under("guide.", state_dict), _under("updaters.", state_dict)
         for i in range(len(self.updaters), len({key.split(".")[0] for key in own})):
-            shapes = {
-                key.removeprefix(f"{i}."): value.shape
-                for key, value in own.items()
-                if key.startswith(f"{i}.")
-            }
-            self.updaters.append(as_pyro_module(Updater.of_shapes(shapes, self.update)))
+            self.updaters.append(as_pyro_module(Updater.of_state(_under(f"{i}.", own))))
         self.guide.load_state_dict(inner, strict, assign)
         return self.updaters.load_state_dict(own, strict, assign)
 
@@ -176,9 +161,7 @@ class AutoIterativeGuide(AutoGuide):
         trajectory = self.trajectory(*args, **kwargs)
         return self.guide._drawn(trajectory.call, trajectory.estimates[-1])
 
-    def trajectory(
-        self, *args: Any, steps: int | None = None, attached: bool = True, **kwargs: Any
-    ) -> Trajectory:
+    def trajectory(self, *args: Any, steps: int | None = None, **kwargs: Any) -> Trajectory:
         """Returns the estimates of all steps for a call.
 
         Beyond those that were trained, steps are a half, a third, ... of what the networks say: these have not learned
@@ -187,27 +170,25 @@ class AutoIterativeGuide(AutoGuide):
         Args:
             *args, **kwargs: of the model.
             steps: how many, by default `steps`.
-            attached: whether estimates carry gradients; what is read of the data does in any case.
         """
         call = self.guide._begin(args, kwargs)
         parts = self._parts(call)
         found = Trajectory(call, [self._zero(parts)], [], parts, self._data(call, parts))
-        with torch.set_grad_enabled(attached and torch.is_grad_enabled()):
-            for step in range(self.steps if steps is None else steps):
-                found.codes.append(self._codes(found))
-                estimate = found.estimates[step]
-                following = self.advance(found, step, estimate)
-                if step >= self.steps:
-                    gain = 1 / (step - self.steps + 2)
-                    following = {
-                        name: torch.lerp(estimate[name], value, gain)
-                        for name, value in following.items()
-                    }
-                found.estimates.append(following)
+        for step in range(self.steps if steps is None else steps):
+            found.codes.append(self._codes(found))
+            estimate = found.estimates[step]
+            following = self.advance(found, step, estimate)
+            gain = 1 / max(1, step - self.steps + 2)
+            if gain < 1:
+                following = {
+                    name: torch.lerp(estimate[name], value, gain)
+                    for name, value in following.items()
+                }
+            found.estimates.append(following)
         return found
 
     def advance(self, trajectory: Trajectory, step: int, estimate: Refinement) -> Refinement:
-        """Returns the estimate after one more step than ``step``, from one before it and what was read there."""
+        """Returns the estimate after a step, from the estimate before it and the codes of the step."""
         following: Refinement = {}
         for i, (part, code) in enumerate(zip(trajectory.parts, trajectory.codes[step])):
             joined, finite = part.joined(estimate), code.isfinite().all(-1, keepdim=True)
@@ -215,9 +196,8 @@ class AutoIterativeGuide(AutoGuide):
             if "estimate" in self.inputs:
                 read.append(tempered(joined))
             read += trajectory.data[i : i + 1]
-            following |= part.split(
-                self._updater(i, torch.cat(read, -1), joined).where(finite, joined)
-            )
+            updated = self._updater(i, torch.cat(read, -1), joined)
+            following |= part.split(updated.where(finite, joined))
         return following
 
     @contextmanager
@@ -253,7 +233,7 @@ class AutoIterativeGuide(AutoGuide):
         }
 
     def _data(self, call: Call, parts: Sequence[Refined]) -> list[Tensor]:
-        """Returns what is read of the data, ``(*plates, n)`` for each part."""
+        """Returns the features of the data, ``(*plates, n)`` for each part."""
         if "data" not in self.inputs or not parts:
             return []
         state, found = self.guide._start(call), []
@@ -267,16 +247,14 @@ class AutoIterativeGuide(AutoGuide):
     def _updater(self, index: int, inputs: Tensor, estimate: Tensor) -> Tensor:
         """Returns the next estimate by a group's network, which is made at the first step."""
         if index == len(self.updaters):
-            made = Updater(
-                inputs.shape[-1], estimate.shape[-1], self.hidden_features, self.update
-            ).to(inputs)
-            self.updaters.append(as_pyro_module(made))
+            made = Updater(inputs.shape[-1], estimate.shape[-1], self.hidden_features)
+            self.updaters.append(as_pyro_module(made.to(inputs)))
             check_store(self)
         following: Tensor = self.updaters[index](inputs, estimate)
         return following
 
     def _parts(self, call: Call) -> list[Refined]:
-        """Returns what is refined, by groups of factors."""
+        """Returns the refined factors, by group."""
         plan, network = self.guide._made(), self.guide.network
         with hidden(), forked_rng(), torch.no_grad():
             sites = call.run(call.held)
@@ -301,30 +279,22 @@ class AutoIterativeGuide(AutoGuide):
         """Whether estimates of a factor are refined: gradients have to come through its draws."""
         rule = self.guide._made().rules.get(name) if isinstance(name, str) else None
         family = getattr(rule, "family", None)
-        if (
-            family is None
-            or family.has_rsample
-            or self.temperature is not None
-            and family.layout.is_indicator
-        ):
+        if family is None or family.has_rsample:
+            return True
+        indicator = family.layout.is_indicator
+        if indicator and self.temperature is not None:
             return True
         if name not in self._told:
             self._told.add(name)
-            how = (
-                " (`temperature=` refines it by relaxed draws)"
-                if family.layout.is_indicator
-                else ""
-            )
+            how = " (`temperature=` refines it by relaxed draws)" if indicator else ""
             warn(
                 f"Latent '{name}' is discrete, so what the guide gives for it is not refined{how}."
             )
         return False
 
     def _codes(self, trajectory: Trajectory) -> list[Tensor]:
-        """Returns what the networks read of the latest estimate, ``(*plates, n)`` for each part."""
-        call = trajectory.call
-        parts = trajectory.parts
-        estimate = trajectory.estimates[-1]
+        """Returns the encoded gradients or errors at the latest estimate, ``(*plates, n)`` for each part."""
+        call, estimate, parts = trajectory.call, trajectory.estimates[-1], trajectory.parts
         if not parts:
             return []
         if self.encode == "errors":
@@ -332,12 +302,8 @@ class AutoIterativeGuide(AutoGuide):
                 run = run_at(self.guide, call, estimate, self.samples, self.temperature)
                 found = [errors(run, part) for part in parts]
         else:
-            leaves = {name: value.detach().requires_grad_() for name, value in estimate.items()}
-            with torch.enable_grad():
-                elbo = self.elbo(call, leaves, self.samples)
-                gradients = torch.autograd.grad(elbo, [*leaves.values()], materialize_grads=True)
-            by_name = dict(zip(leaves, gradients))
-            found = [part.joined(by_name) for part in parts]
+            gradient = self.gradient(call, estimate, self.samples)
+            found = [part.joined(gradient) for part in parts]
         lost = sum(int((~each.isfinite().all(-1)).sum()) for each in found)
         if lost and not self.non_finite:
             warn(
@@ -363,3 +329,18 @@ class AutoIterativeGuide(AutoGuide):
     def elbo(self, call: Call, estimate: Refinement, num_particles: int = 1) -> Tensor:
         """Returns the mean of `log_weights` over draws, summed over instances: the ELBO of a call in nats."""
         return self.log_weights(call, estimate, num_particles).sum() / num_particles
+
+    def gradient(self, call: Call, estimate: Refinement, num_particles: int = 1) -> Refinement:
+        """Returns the gradient of `elbo` by an estimate, without one of its own."""
+        leaves = {name: value.detach().requires_grad_() for name, value in estimate.items()}
+        with torch.enable_grad():
+            elbo = self.elbo(call, leaves, num_particles)
+            found = torch.autograd.grad(elbo, [*leaves.values()], materialize_grads=True)
+        return dict(zip(leaves, found))
+
+
+def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the entries of a state below a prefix, without the prefix."""
+    return {
+        key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ class IterativeELBO(ELBO):
     """The ELBO of every step of an `AutoIterativeGuide`, averaged: what trains its networks to need few of them.
 
     Weights of guide and networks get the gradient of the average, parameters of the model that of the last step alone.
-    Steps are taken back one after another, each with a graph of its own, so that memory does not grow with their
-    number. `loss`, and so ``svi.evaluate_loss``, is that of the last step.
+    The graph of an ELBO is freed before that of the next step is made; the graphs of the steps' networks are kept.
+    `loss`, and so ``svi.evaluate_loss``, is that of the last step.
 
     Args:
         elbo: of one step, such as ``Trace_ELBO()`` or `RelaxedELBO`.
@@ -67,53 +67,43 @@ class IterativeELBO(ELBO):
             raise TypeError(
                 f"Expected an AutoIterativeGuide; got {type(guide).__name__}. Use {self.elbo!r} itself."
             )
-        trajectory = guide.trajectory(*args, attached=False, **kwargs)
+        trajectory = guide.trajectory(*args, **kwargs)
         if trajectory.call.indices:
             raise NotImplementedError(
                 "Expected a model whose plates hold all their instances in a call, as all steps have to see the same; "
                 f"got plates that draw some: {', '.join(map(repr, trajectory.call.indices))}. Give it minibatches."
             )
-        self.losses, count = [], len(trajectory.estimates)
-        # of one graph for all steps, the last
-        data = [each.detach().requires_grad_() for each in trajectory.data]
-        weight, adjoints = 1 / count if self.average else 1.0, list[Tensor | None]()
-        for step in reversed(range(count)):
-            last = step == count - 1
-            estimate = {
-                name: value.detach().requires_grad_()
-                for name, value in trajectory.estimates[step].items()
-            }
-            own = [*guide.parameters(), *estimate.values(), *data]
-            if not last:
-                following = guide.advance(trajectory._replace(data=data), step, estimate)
-                torch.autograd.backward([*following.values()], adjoints, inputs=own)
-            if last or self.average:
-                with (
-                    poutine.trace(param_only=True) as tracer,
-                    guide.holding(trajectory.call, estimate),
-                ):
-                    loss = self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[attr-defined]
-                self.losses.insert(0, float(loss.detach()))
-                (weight * loss).backward(inputs=own, retain_graph=last)
-                if last:
-                    known = set(map(id, own))
-                    sites: list[Any] = list(tracer.trace.nodes.values())
-                    leaves = [
-                        site["value"].unconstrained() for site in sites if site["type"] == "param"
-                    ]
-                    others = [
-                        leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad
-                    ]
-                    if others:
-                        loss.backward(inputs=others)
-            adjoints = [
-                torch.zeros_like(value) if value.grad is None else value.grad
-                for value in estimate.values()
-            ]
-        for each, leaf in zip(trajectory.data, data):
-            if each.requires_grad and leaf.grad is not None:
-                each.backward(leaf.grad, retain_graph=True)
+        estimates = trajectory.estimates if self.average else trajectory.estimates[-1:]
+        own, steps = list(guide.parameters()), list[Tensor]()
+        gradients: list[Tensor] = []
+        self.losses = []
+        for estimate in estimates:
+            leaves = {name: value.detach().requires_grad_() for name, value in estimate.items()}
+            tracer = poutine.trace(param_only=True)
+            with tracer, guide.holding(trajectory.call, leaves):
+                loss = self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[attr-defined]
+            self.losses.append(float(loss.detach()))
+            inputs = [*own, *leaves.values()]
+            last = estimate is estimates[-1]
+            (loss / len(estimates)).backward(inputs=inputs, retain_graph=last)
+            for name, leaf in leaves.items():
+                if leaf.grad is not None and estimate[name].requires_grad:
+                    steps.append(estimate[name])
+                    gradients.append(leaf.grad)
+        _backward_to_model(loss, tracer.trace, own)
+        if steps:
+            torch.autograd.backward(steps, gradients, inputs=own)
         return sum(self.losses) / len(self.losses)
 
     def _get_trace(self, model: Callable, guide: Callable, args: Any, kwargs: Any) -> Any:
         return self.elbo._get_trace(model, guide, args, kwargs)
+
+
+def _backward_to_model(loss: Tensor, trace: Any, own: Sequence[Tensor]) -> None:
+    """Adds the gradient of a loss to the parameters in a trace that are not the guide's own."""
+    known = set(map(id, own))
+    sites = [trace.nodes[name] for name in trace.param_nodes]
+    leaves = [site["value"].unconstrained() for site in sites]
+    others = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
+    if others:
+        loss.backward(inputs=others)

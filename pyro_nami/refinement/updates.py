@@ -6,6 +6,7 @@ A *refinement* is added to the parameters of a guide's factors for the instances
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,12 +16,11 @@ from torch import Tensor, nn
 
 from pyro_nami.parameters.group_network import GroupNetwork
 
-__all__ = ["ENCODINGS", "INPUTS", "UPDATES", "Refined", "Refinement", "Updater", "encoded"]
+__all__ = ["ENCODINGS", "INPUTS", "Refined", "Refinement", "Updater", "encoded"]
 
 Refinement = dict[Hashable, Tensor]  # factor -> ``(*plates, elements, params)``
 
 ENCODINGS = "gradients", "errors"
-UPDATES = "highway", "direct"
 INPUTS = "data", "estimate"
 
 
@@ -37,12 +37,9 @@ class Refined(NamedTuple):
 
     def split(self, joined: Tensor) -> Refinement:
         """Undoes `joined`."""
-        shapes = self.shapes()
-        parts = joined.split([elements * params for *_, elements, params in shapes.values()], -1)
-        return {
-            name: part.unflatten(-1, shape[-2:])
-            for (name, shape), part in zip(shapes.items(), parts)
-        }
+        shapes = {name: shape[-2:] for name, shape in self.shapes().items()}
+        parts = joined.split([math.prod(shape) for shape in shapes.values()], -1)
+        return {name: part.unflatten(-1, shapes[name]) for name, part in zip(shapes, parts)}
 
     def shapes(self) -> dict[Hashable, tuple[int, ...]]:
         """Returns the shape of each factor's refinement in the call, ``(*plates, elements, params)``."""
@@ -53,60 +50,51 @@ class Refined(NamedTuple):
 
 
 class Updater(nn.Module):
-    """One step of refinement of some factors, instance by instance: from what is known of one to its next estimate.
+    """One step of refinement of some factors: from an instance's estimate and features to its next estimate.
 
-    With ``"highway"`` the next estimate is g * estimate + (1 - g) * u, with g in (0, 1) and u given by a perceptron
-    whose output layer also reads its inputs; with ``"direct"`` it is u. At first u is zero, and so is every estimate.
+    The next estimate is g * estimate + (1 - g) * u, with g in (0, 1) and u from a perceptron whose output layer also
+    reads its inputs. At first u is zero, and so is every estimate.
 
     Args:
-        num_inputs, num_params: of an instance.
+        num_inputs, num_params: sizes for one instance.
         hidden_features: widths of the perceptron's layers.
-        update: ``"highway"`` or ``"direct"``.
 
     References:
         Marino, Yue and Mandt 2018, Iterative Amortized Inference.
     """
 
-    def __init__(
-        self, num_inputs: int, num_params: int, hidden_features: Sequence[int], update: str
-    ) -> None:
+    def __init__(self, num_inputs: int, num_params: int, hidden_features: Sequence[int]) -> None:
         super().__init__()
         widths = [num_inputs, *hidden_features]
         self.layers = nn.ModuleList([nn.Linear(a, b) for a, b in zip(widths, widths[1:])])
-        self.out = nn.Linear(widths[-1] + num_inputs, (1 + (update == "highway")) * num_params)
+        self.out = nn.Linear(widths[-1] + num_inputs, 2 * num_params)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
     @classmethod
-    def of_shapes(cls, shapes: Mapping[str, torch.Size], update: str) -> Updater:
+    def of_state(cls, state: Mapping[str, Tensor]) -> Updater:
         """Returns one of the shapes of a state, as a module of Pyro's has it (parameters unconstrained)."""
-        layers = sorted(key for key in shapes if key.startswith("layers.") and "weight" in key)
-        hidden = [shapes[key][0] for key in layers]
-        rows, columns = shapes["out.weight_unconstrained"]
-        num_inputs = columns - hidden[-1] if hidden else columns // 2
-        return cls(num_inputs, rows // (1 + (update == "highway")), hidden, update)
+        layers = sorted(key for key in state if key.startswith("layers.") and "weight" in key)
+        hidden = [len(state[key]) for key in layers]
+        rows, columns = state["out.weight_unconstrained"].shape
+        return cls(columns - hidden[-1] if hidden else columns // 2, rows // 2, hidden)
 
     def forward(self, inputs: Tensor, estimate: Tensor) -> Tensor:
         """Returns the next estimate ``(*batch, params)``, from inputs ``(*batch, inputs)``."""
         hidden = inputs
         for layer in self.layers:
             hidden = F.elu(layer(hidden))
-        out = self.out(torch.cat([hidden, inputs], -1))
-        if out.shape[-1] == estimate.shape[-1]:
-            return out
-        candidate, gate = out.chunk(2, -1)
+        candidate, gate = self.out(torch.cat([hidden, inputs], -1)).chunk(2, -1)
         return torch.lerp(candidate, estimate, gate.sigmoid())
 
 
 def encoded(gradient: Tensor) -> Tensor:
-    """Returns what a network reads of gradients ``(*batch, n)``: ``(*batch, 2 n)``, direction and signed magnitudes.
+    """Returns features of gradients ``(*batch, n)``: direction and signed log magnitudes, ``(*batch, 2 n)``.
 
     Gradients span orders of magnitude, over steps and instances. A layer norm shows where they point; that the last
     steps are to be small the logarithms say.
     """
-    direction = (
-        F.layer_norm(gradient, gradient.shape[-1:], eps=1e-12)
-        if gradient.shape[-1] > 1
-        else gradient.sign()
-    )
+    direction = gradient.sign()
+    if gradient.shape[-1] > 1:
+        direction = F.layer_norm(gradient, gradient.shape[-1:], eps=1e-12)
     return torch.cat([direction, gradient.sign() * gradient.abs().log1p()], -1)

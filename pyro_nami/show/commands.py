@@ -9,7 +9,7 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.target,
             options.args,
             options.kwargs,
-            observed=_names(options.observed),
+            observed=options.observed,
             seed=options.seed,
             checks=options.checks,
         )
@@ -107,36 +107,49 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         required=True, metavar="{inspect,invert,verify}", dest="command"
     )
-    for name, run, about in (
-        ("inspect", _inspect, "the Bayesian network of a model"),
-        ("invert", _invert, "its inverse, as a guide has it"),
-        ("verify", _verify, "whether the inverse is faithful, and minimal"),
-    ):
-        command = commands.add_parser(name, help=about)
-        command.set_defaults(run=run)
-        _add_common_options(command.add_argument)
-        if name != "inspect":
-            _add_inverse_options(command.add_argument)
-        if name == "invert":
-            command.add_argument(
-                "--steps", action="store_true", help="the elimination, step by step (text, json)"
-            )
-        if name == "verify":
-            command.add_argument(
-                "--minimal", action="store_true", help="exit code 1 also if it is not minimal"
-            )
+    common, of_inverse = _common_options(), _inverse_options()
+    command = commands.add_parser(
+        "inspect", help="the Bayesian network of a model", parents=[common]
+    )
+    command.set_defaults(run=_inspect)
+    command = commands.add_parser(
+        "invert", help="its inverse, as a guide has it", parents=[common, of_inverse]
+    )
+    command.set_defaults(run=_invert)
+    command.add_argument(
+        "--steps", action="store_true", help="the elimination, step by step (text, json)"
+    )
+    command = commands.add_parser(
+        "verify",
+        help="whether the inverse is faithful, and minimal",
+        parents=[common, of_inverse],
+    )
+    command.set_defaults(run=_verify)
+    command.add_argument(
+        "--minimal", action="store_true", help="exit code 1 also if it is not minimal"
+    )
     return parser
 
 
-def _add_common_options(add: Callable) -> None:
-    known = "torch, numpy (np) and all names of the file are known"
-    default = "by default the file's <name>_args, if it has that, else none"
-    a_tuple = "the model's arguments, in Python: a tuple, or the only argument"
-    later = "sites that this call samples, but that inference will condition on"
+def _common_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.set_defaults(steps=False)
+    add = parser.add_argument
     add("target", metavar="MODEL", help="path/to/file.py:name or package.module:name")
-    add("--args", metavar="EXPRESSION", help=f"{a_tuple}. {known}; {default}")
+    add(
+        "--args",
+        metavar="EXPRESSION",
+        help="the model's arguments, in Python: a tuple, or the only argument. torch, numpy (np) and all names of the "
+        "file are known; by default the file's <name>_args, if it has that, else none",
+    )
     add("--kwargs", metavar="EXPRESSION", help="its keyword arguments: a dict")
-    add("--observed", metavar="A,B", help=later)
+    add(
+        "--observed",
+        metavar="A,B",
+        type=_names,
+        default=[],
+        help="sites that this call samples, but that inference will condition on",
+    )
     add("--seed", type=int, default=0, help="of all random numbers (0)")
     add(
         "--checks",
@@ -152,38 +165,42 @@ def _add_common_options(add: Callable) -> None:
         type=Path,
         help=f"in place of stdout; {' '.join(_FORMATS)}",
     )
+    return parser
 
 
-def _add_inverse_options(add: Callable) -> None:
+def _inverse_options() -> argparse.ArgumentParser:
     names = [*DIRECTIONS, *INVERSIONS]
-    blocks = "an order of groups of latents; the last is sampled first"
-    add(
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
         "--inverse",
         choices=names,
         default="auto",
         metavar="NAME",
         help=f"{', '.join(names)} (auto)",
     )
-    add("--blocks", metavar="A,B;C", help=blocks)
+    parser.add_argument(
+        "--blocks",
+        metavar="A,B;C",
+        type=_blocks,
+        help="an order of groups of latents; the last is sampled first",
+    )
+    return parser
 
 
 def _format(options: argparse.Namespace) -> str:
     """The format asked for, or that of the file's name; checks, before any work, what does not go together."""
-    format = options.format or _FORMATS.get(
-        options.output.suffix.lower() if options.output else ".txt"
-    )
+    ending = options.output.suffix.lower() if options.output else ".txt"
+    format = options.format or _FORMATS.get(ending)
     if format is None:
         endings = ", ".join(_FORMATS)
         raise Failure(
             f"Expected a file that ends in one of {endings}; got {str(options.output)!r}. Give --format."
         )
-    if getattr(options, "steps", False):
-        if format in COMMENTS:
-            raise Failure(f"Expected --steps with --format text or json; got {format}.")
-        if options.inverse not in DIRECTIONS:
-            raise Failure(
-                f"Expected --steps with --inverse {', '.join(DIRECTIONS)}; got {options.inverse}."
-            )
+    if options.steps and format in COMMENTS:
+        raise Failure(f"Expected --steps with --format text or json; got {format}.")
+    if options.steps and options.inverse not in DIRECTIONS:
+        directions = ", ".join(DIRECTIONS)
+        raise Failure(f"Expected --steps with --inverse {directions}; got {options.inverse}.")
     return format
 
 
@@ -197,8 +214,12 @@ def _write(path: Path | None, text: str) -> None:
         raise Failure(f"Expected to write the output; got {told(error)}.") from error
 
 
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _blocks(text: str) -> list[list[str]]:
+    return [_names(block) for block in text.split(";")]
 
 
 # Each command returns its report and the exit code.
@@ -209,64 +230,29 @@ def _inspect(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
 
 
 def _invert(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
-    inverse, blocks = _inverse(options, found)
-    guide = _guide(options, found, blocks)
-    if guide is None or options.inverse != "auto":
-        steps = (
-            nami_steps(inverse.net, direction=options.inverse, blocks=blocks)
-            if options.steps
-            else None
-        )
-    else:  # which may prefer another order, in which more is exact
-        inverse = guide.inverse
-        one_by_one = [[name] for name in inverse.order]
-        steps = (
-            nami_steps(inverse.net, direction="reverse", blocks=one_by_one)
-            if options.steps
-            else None
-        )
-    return inverse_report(
-        options.inverse, inverse, steps, None if guide is None else guide.rules
-    ), 0
+    inverse, guide = _inverse(options, found)
+    direction, blocks = options.inverse, options.blocks
+    if guide is not None and direction == "auto":
+        direction, blocks = "reverse", [[name] for name in inverse.order]
+    steps = nami_steps(inverse.net, direction=direction, blocks=blocks) if options.steps else None
+    rules = None if guide is None else guide.rules
+    return inverse_report(options.inverse, inverse, steps, rules), 0
 
 
 def _verify(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
-    inverse, blocks = _inverse(options, found)
-    guide = _guide(options, found, blocks) if options.inverse == "auto" else None
-    inverse = inverse if guide is None else guide.inverse
+    inverse, _ = _inverse(options, found)
     verdict = verify_inverse(inverse.net, inverse)
     well = verdict.minimal if options.minimal else bool(verdict)
     title = f"{options.target}, inverse {options.inverse}"
     return verdict_report(title, options.inverse, inverse, verdict), 0 if well else 1
 
 
-def _guide(
-    options: argparse.Namespace, found: Found, blocks: list[list[str]] | None
-) -> AutoNaMIGuide | None:
-    """A guide with these options after its first call; None if it cannot be called, as some networks alone can be."""
-    guide = AutoNaMIGuide(
-        found.model, inverse=options.inverse, blocks=blocks, observed=_names(options.observed)
-    )
-    try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            poutine.block(),
-            torch.no_grad(),
-        ):
-            warnings.simplefilter("ignore")
-            guide(*found.args, **found.kwargs)
-    except Exception:  # noqa: BLE001  whatever a model does in runs that its network did not need
-        return None
-    return guide
+def _inverse(options: argparse.Namespace, found: Found) -> tuple[Inverse, AutoNaMIGuide | None]:
+    """Returns the inverse that a guide with these options has, and the guide if it can be called.
 
-
-def _inverse(options: argparse.Namespace, found: Found) -> tuple[Inverse, list[list[str]] | None]:
-    """The inverse that a guide with these options has, and the blocks."""
-    blocks = (
-        None if options.blocks is None else [_names(block) for block in options.blocks.split(";")]
-    )
-    net = with_latent_blocks(found.extraction.bayesnet, blocks)
+    The guide of the inverse ``auto`` chooses an order in which more latents are exact.
+    """
+    net = with_latent_blocks(found.extraction.bayesnet, options.blocks)
     if not net.latent:
         names = ", ".join(map(repr, net.observed))
         raise Failure(
@@ -276,6 +262,17 @@ def _inverse(options: argparse.Namespace, found: Found) -> tuple[Inverse, list[l
     if is_blocked(found.model):
         net = with_hidden_evidence(net)
     try:
-        return invert(net, options.inverse, blocks), blocks
+        inverse = invert(net, options.inverse, options.blocks)
     except ValueError as error:
         raise Failure(str(error)) from error
+    guide = AutoNaMIGuide(
+        found.model, inverse=options.inverse, blocks=options.blocks, observed=options.observed
+    )
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    try:
+        with warnings.catch_warnings(), quiet, poutine.block(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            guide(*found.args, **found.kwargs)
+    except Exception:  # noqa: BLE001  whatever a model does in runs that its network did not need
+        return inverse, None
+    return guide.inverse if options.inverse == "auto" else inverse, guide

@@ -9,14 +9,13 @@ __all__ = ["Failure", "Found", "find", "told"]
 
 import contextlib
 import importlib
-import importlib.util
 import io
+import runpy
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy
@@ -25,8 +24,7 @@ import torch
 
 from pyro_nami.reading.network import Extraction, extract
 
-_MODULE = "__model__"  # what the user's file is called while it runs
-_PACKAGE = Path(extract.__code__.co_filename).parent
+_READING = Path(extract.__code__.co_filename).parent
 
 
 class Failure(Exception):
@@ -77,9 +75,9 @@ def find(
         )
     pyro.set_rng_seed(seed)
     with _importable(path), contextlib.redirect_stdout(sys.stderr):
-        module = _imported(place, path)
-        model = _model(module, place, name)
-        positional, named = _arguments(module, name, args, kwargs)
+        names = _imported(place, path)
+        model = _model(names, place, name)
+        positional, named = _arguments(names, name, args, kwargs)
         pyro.set_rng_seed(seed)
         with (
             warnings.catch_warnings(record=True) as caught,
@@ -92,19 +90,16 @@ def find(
                 raise _failure(error, target, path, len(positional) + len(named)) from error
     if not extraction.bayesnet.sites:
         raise Failure(f"Expected a model with sample sites; got {target!r}, which has none.")
-    told_once = tuple(dict.fromkeys(_line(warning.message) for warning in caught))
-    return Found(model, positional, named, extraction, told_once)
+    messages = tuple(dict.fromkeys(_line(warning.message) for warning in caught))
+    return Found(model, positional, named, extraction, messages)
 
 
 def _arguments(
-    module: Any, name: str, args: str | None, kwargs: str | None
+    names: Mapping[str, Any], name: str, args: str | None, kwargs: str | None
 ) -> tuple[tuple, Mapping[str, Any]]:
     """Returns a model's arguments, by expressions or as its file has them."""
-    if args is None:
-        given = getattr(module, f"{name}_args", ())
-    else:
-        given = _evaluated(args, "--args", module)
-    named = {} if kwargs is None else _evaluated(kwargs, "--kwargs", module)
+    given = names.get(f"{name}_args", ()) if args is None else _evaluated(args, "--args", names)
+    named = {} if kwargs is None else _evaluated(kwargs, "--kwargs", names)
     if not isinstance(named, Mapping) or not all(isinstance(key, str) for key in named):
         raise Failure(f"Expected --kwargs to be a dict with names as keys; got {kwargs!r}.")
     return given if isinstance(given, tuple) else (given,), named
@@ -133,46 +128,39 @@ def told(error: BaseException, path: Path | None = None) -> str:
 @contextlib.contextmanager
 def _importable(path: Path | None) -> Iterator[None]:
     """Has the file's neighbours, or for a module the current folder, on ``sys.path``."""
-    before, known = list(sys.path), sys.modules.get(_MODULE)
+    before = list(sys.path)
     sys.path.insert(0, str(Path.cwd() if path is None else path.parent))
     try:
         yield
     finally:
         sys.path[:] = before
-        sys.modules.pop(_MODULE, None)
-        if known is not None:
-            sys.modules[_MODULE] = known
 
 
-def _imported(place: str, path: Path | None) -> ModuleType:
+def _imported(place: str, path: Path | None) -> Mapping[str, Any]:
+    """Returns the names of a file or a module, with their values."""
     try:
         if path is None:
-            return importlib.import_module(place)
-        spec = importlib.util.spec_from_file_location(_MODULE, path)
-        if spec is None or spec.loader is None:
-            raise ImportError("not a Python file")
-        module = sys.modules[_MODULE] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+            return vars(importlib.import_module(place))
+        return runpy.run_path(str(path), run_name="__model__")
     except (Exception, SystemExit) as error:
         raise Failure(f"Expected {place!r} to import; got {told(error, path)}.") from error
 
 
-def _model(module: ModuleType, place: str, name: str) -> Callable:
-    model = getattr(module, name, None)
+def _model(names: Mapping[str, Any], place: str, name: str) -> Callable:
+    if name not in names:
+        raise Failure(f"Expected a name in {place!r}; got {name!r}.")
+    model = names[name]
     if callable(model) and not isinstance(model, type):
         return model
-    if not hasattr(module, name):
-        raise Failure(f"Expected a name in {place!r}; got {name!r}.")
     kind = (
         "a class; make an instance in the file and name that" if callable(model) else "not callable"
     )
     raise Failure(f"Expected a model, that is a callable; got {name!r}, which is {kind}.")
 
 
-def _evaluated(expression: str, option: str, module: ModuleType) -> Any:
+def _evaluated(expression: str, option: str, names: Mapping[str, Any]) -> Any:
     try:
-        return eval(expression, {"torch": torch, "numpy": numpy, "np": numpy, **vars(module)})
+        return eval(expression, {"torch": torch, "numpy": numpy, "np": numpy, **names})
     except Exception as error:
         raise Failure(
             f"Expected {option} to be a Python expression; got {expression!r}: {told(error)}."
@@ -182,7 +170,7 @@ def _evaluated(expression: str, option: str, module: ModuleType) -> Any:
 def _is_ours(error: Exception) -> bool:
     """Whether the extraction raised an error on purpose, which then speaks for itself, and not the model."""
     raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent
-    return raised == _PACKAGE and isinstance(error, (ValueError, NotImplementedError))
+    return raised == _READING and isinstance(error, (ValueError, NotImplementedError))
 
 
 def _line(message: object) -> str:

@@ -9,8 +9,11 @@ from __future__ import annotations
 __all__ = ["COMMENTS", "Report", "inverse_report", "network_report", "verdict_report"]
 
 import json
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.min_fill import Step
@@ -21,7 +24,6 @@ from pyro_nami.show.render import render
 
 Object = dict[str, Any]
 COMMENTS = {"mermaid": "%%", "dot": "//"}
-_SHOWN = 12  # entries of an index map
 
 
 class Report(NamedTuple):
@@ -71,36 +73,35 @@ def inverse_report(
           z | x
         Sampled in turn: z
     """
-    taken = {} if steps is None else {"steps": list(map(_step_object, steps))}
-    known = (
-        {} if rules is None else {"rules": {site: note._asdict() for site, note in rules.items()}}
-    )
-    lines = _inverse_lines(inverse, steps or (), rules or {})
-    return Report(_inverse_object(name, inverse) | known | taken, lines, inverse)
+    found = _inverse_object(name, inverse)
+    if rules is not None:
+        found["rules"] = {site: note._asdict() for site, note in rules.items()}
+    if steps is not None:
+        found["steps"] = list(map(_step_object, steps))
+    return Report(found, _inverse_lines(inverse, steps or (), rules or {}), inverse)
 
 
 def verdict_report(title: str, name: str, inverse: Inverse, verdict: Verification) -> Report:
     """The verdict, then a line for every false independence and every idle dependence of the inverse."""
-    found: Object = {"faithful": bool(verdict), "minimal": verdict.minimal}
+    found = _inverse_object(name, inverse)
+    found["faithful"], found["minimal"] = bool(verdict), verdict.minimal
     for key, pairs in (("missing", verdict.missing), ("redundant", verdict.redundant)):
-        found[key] = [
-            {
-                "parent": _name(u),
-                "latent": _name(v),
-                "across": _sorted(across, inverse.net.plate_sizes),
-            }
-            for (u, v), across in pairs.items()
-        ]
+        found[key] = []
+        for (u, v), plates in pairs.items():
+            across = _sorted(plates, inverse.net.plate_sizes)
+            found[key].append({"parent": _name(u), "latent": _name(v), "across": across})
     lines = [f"{title}: {verdict.verdict}", *_verdict_lines(inverse, verdict)]
-    return Report(_inverse_object(name, inverse) | found, lines, inverse, lines)
+    return Report(found, lines, inverse, lines)
 
 
 def _network_lines(extraction: Extraction) -> Iterator[str]:
     net = extraction.bayesnet
     yield str(net)
     for (inner, outer), index in extraction.index_maps.items():
-        more = ", ..." if len(index) > _SHOWN else ""
-        yield f"Index map {label(inner)} -> {label(outer)}: {', '.join(map(str, index[:_SHOWN].tolist()))}{more}"
+        entries = np.array2string(index.cpu().numpy(), sys.maxsize, separator=", ", threshold=12)[
+            1:-1
+        ]
+        yield f"Index map {label(inner)} -> {label(outer)}: {entries}"
     for what, names in (
         ("Values left torch; edges from here are found by intervention", extraction.escaped),
         ("Hidden randomness; taken to depend on all latents before", extraction.hidden_randomness),
@@ -183,14 +184,12 @@ def _inverse_object(name: str, inverse: Inverse) -> Object:
 
 
 def _step_object(step: Step) -> Object:
-    return {
+    return step._asdict() | {
         "site": _name(step.site),
         "frontier": list(map(_name, step.frontier)),
         "parents": list(map(_name, step.parents)),
         "joint": sorted(step.joint),
         "fill": [list(map(_name, pair)) for pair in step.fill],
-        "cost": step.cost,
-        "predictive": step.predictive,
     }
 
 

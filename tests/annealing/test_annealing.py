@@ -277,8 +277,6 @@ def test_results_are_weighted_samples():
     assert torch.allclose(weighted.log_evidence_error, result.log_evidence_error)
     assert (weighted.effective_sample_size > 200).all()
     assert ((weighted.mean("z") - y / 2).abs() < 4 * (0.5 / 200) ** 0.5).all()
-    with pytest.raises(ValueError, match="these ran from it"):
-        result._replace(reverse=True).weighted()
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -339,7 +337,7 @@ def test_model_that_takes_observations():
 def test_weights_are_unbiased_at_few_temperatures(target):
     """The mean weight over many chains is the evidence; the tolerance is four Monte Carlo standard errors of it."""
     y = torch.tensor([1.0, 2.0])
-    options = {"num_chains": 200_000, "temperatures": [0.0, 0.2, 0.5, 1.0], "num_leapfrog_steps": 2}
+    options = {"num_chains": 200_000, "num_temperatures": 4, "num_leapfrog_steps": 2}
     result = anneal(conjugate_normal, None, y, **options, step_size=0.9, target_acceptance=target)
     weights = (result.log_weights - conjugate_normal_evidence(y)).exp()
     assert weights.std() > 0.3  # or there would be nothing to see
@@ -372,8 +370,6 @@ def test_resampling_keeps_chains_effective_and_the_evidence_unbiased():
     drawn = again.weighted().resample(60)["z"]
     assert drawn.std() == pytest.approx(posterior[1], rel=0.05)
     assert len(again.samples["z"][:, 0].unique()) > 50  # transitions have parted those drawn twice
-    with pytest.raises(ValueError, match="resample=False where chains run backwards"):
-        anneal(model, None, observations={"x": x}, posterior={"z": torch.ones(12)}, resample=True)
 
 
 def test_chains_that_are_resampled_move_as_far_as_each_latent_is_wide():
@@ -553,32 +549,6 @@ def test_acceptance_follows_the_target():
         assert abs(result.acceptance_rate.mean() - target) < 0.08, (target, first)
 
 
-def test_reverse_bounds_from_above():
-    """Exact posterior draws at the far end: weights average to 1 / evidence, and the bounds enclose the evidence."""
-    data = torch.tensor([2.0])
-    mean, covariance = CHAIN.posterior(*data.tolist())
-    draws = torch.distributions.MultivariateNormal(mean, covariance).sample((24_000,))
-    posterior = {name: draws[:, i] for i, name in enumerate(CHAIN.latent)}
-    exact = CHAIN.log_evidence(*data.tolist())
-    forward = anneal(CHAIN, None, *data, num_chains=20_000, num_temperatures=8)
-    reverse = anneal(CHAIN, None, *data, posterior=posterior, num_temperatures=8)
-    assert reverse.reverse and len(reverse.log_weights) == 20_000
-    check(forward, exact)
-    check(reverse, exact)
-    assert forward.log_weights.mean() < exact - 0.1 and -reverse.log_weights.mean() > exact + 0.1
-
-
-def test_reverse_for_batched_data():
-    y = torch.randn(2, 6)
-    moments = torch.tensor([conjugate_normal_posterior(row) for row in y])
-    draws = moments[:, 0] + moments[:, 1] * torch.randn(1000, 2)
-    options = {"observations": {"y": y}, "posterior": {"mu": draws}, "target_acceptance": None}
-    # With few or slow steps the weights have no variance to speak of errors by: mu has to reach the prior's sd of 2.
-    result = anneal(conjugate_normal, None, y[0], num_temperatures=100, step_size=0.2, **options)
-    assert result.log_weights.shape == (1000, 2)
-    check(result, *[conjugate_normal_evidence(row) for row in y])
-
-
 def test_sigmoid_temperatures():
     values = sigmoid_temperatures(11)
     assert values[0] == 0 and values[-1] == 1 and (values.diff() > 0).all()
@@ -644,15 +614,12 @@ def test_improper_prior_starts_from_a_guide():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_chains": 0}, "num_chains >= 1"),
+        ({"num_chains": 0}, "num_chains to be at least 1"),
         ({"num_temperatures": 1}, "num_temperatures >= 2"),
-        ({"temperatures": [0.0, 0.7, 0.3, 1.0]}, "increase from 0 to 1"),
-        ({"temperatures": [0.1, 1.0]}, "increase from 0 to 1"),
-        ({"num_leapfrog_steps": 0}, "num_leapfrog_steps >= 1"),
+        ({"num_leapfrog_steps": 0}, "num_leapfrog_steps to be at least 1"),
         ({"step_size": 0.0}, "step_size > 0"),
-        ({"step_size": torch.ones(4)}, "step_size > 0, one or 1"),
         ({"target_acceptance": 1.0}, "target_acceptance between 0 and 1"),
-        ({"chunk_size": 0}, "chunk_size >= 1"),
+        ({"chunk_size": 0}, "chunk_size to be at least 1"),
         ({"conditional_ess": 0.9}, "conditional_ess between 0 and 1, with resample=True"),
         (
             {"conditional_ess": 1.0, "resample": True},
@@ -661,9 +628,6 @@ def test_improper_prior_starts_from_a_guide():
         ({"observations": {"x": ONE}}, "the model's sites.*'x'"),
         ({"observations": {"y": torch.ones(4)}}, r"site 'y' of shape \(3,\)"),
         ({"observations": {"y": torch.ones(0, 3)}}, "'y'"),
-        ({"posterior": {"nu": ONE}}, "got none at 'mu'"),
-        ({"posterior": {"mu": torch.ones(1)}}, "two posterior draws"),
-        ({"posterior": {"mu": torch.ones(4, 2)}}, "site 'mu'"),
     ],
 )
 def test_options_out_of_range(options, message):

@@ -45,9 +45,8 @@ def evidence(x):
 
 def psi_of(guide, name="x"):
     """A bound's parameters at a guide's start, where they are the same for all rows: those of biases."""
-    factor = guide.network.factors["bound", name]
-    group = guide.network.group_of[factor.name]
-    return softplus(group.rows(group.mlp.output_bias(), factor)[:, 0]).detach()
+    place = guide.network.places["bound", name]
+    return softplus(place.rows(place.group.mlp.output_bias())[:, 0]).detach()
 
 
 def logits_by(psi, x, w=W):
@@ -200,8 +199,8 @@ def test_mean_field_has_no_weights_but_those_of_the_bound_and_faithful_ones_corr
     mean_field = called(model, X, inverse="mean_field")
     pyro.clear_param_store()
     faithful = called(model, X)
-    assert set(mean_field.network.factors) == {("bound", "x")}
-    assert set(faithful.network.factors) == {("bound", "x"), "z"}
+    assert set(mean_field.network.places) == {("bound", "x")}
+    assert set(faithful.network.places) == {("bound", "x"), "z"}
     assert verify_inverse(faithful.bayesnet, faithful.inverse)
 
 

@@ -80,10 +80,10 @@ def fit(guide, name, loss, weigh=False):
         loss: a function that returns the loss.
         weigh: whether instances may weigh differently.
     """
-    output = guide.network.group_of[name].mlp.output_unconstrained
+    output = guide.network.places[name].group.mlp.output_unconstrained
     with torch.no_grad():
         # a share of the precision worth a descent
-        output[guide.network.factors[name].num_params, -1] += math.log(300)
+        output[guide.network.places[name].factor.num_params, -1] += math.log(300)
     bias = torch.zeros_like(output)
     bias[:, -1] = 1
     output.register_hook(bias.mul)
@@ -297,7 +297,7 @@ def test_the_evidence_of_a_blocks_member_is_that_of_its_own_rows():
     """Member by member of the block that a crossed design makes, whose size is fixed but not the number of rows."""
     guide = amortized(crossed, init_scale=0.5, init_loc_fn=init_to_feasible, exact=False)
     guide(torch.arange(8) % 5, 5, torch.arange(8) % 4, 4, torch.randn(8))
-    (block,) = [factor for factor in guide.network.factors.values() if factor.joint]
+    (block,) = [each.factor for each in guide.network.places.values() if each.factor.joint]
     assert block.name == "beta" and block.num_elements == 4 and len(block.pseudo) == 1
     values = {"alpha": torch.zeros(5), "beta": torch.zeros(4)}
     assert_rows_add(guide, "beta", values, (torch.arange(53) % 5, 5), (4,))
@@ -324,7 +324,9 @@ def test_evidence_can_be_turned_off(model, families):
 def test_families_without_evidence_have_none():
     guide = amortized(hierarchy, families={"mu": "mixture"}, rules=LEARNED_MEAN)
     guide(6, torch.randn(6))
-    assert not guide.network.factors["mu"].pseudo and not list(guide.network.evidence.parameters())
+    assert not guide.network.places["mu"].factor.pseudo and not list(
+        guide.network.evidence.parameters()
+    )
 
 
 # ---- the first step
@@ -381,8 +383,8 @@ def test_evidence_adds_beside_every_encoder(pooling):
 
     whole = precisions()
     with torch.no_grad():
-        log_weight = guide.network.group_of["mu"].mlp.output_unconstrained[
-            guide.network.factors["mu"].num_params
+        log_weight = guide.network.places["mu"].group.mlp.output_unconstrained[
+            guide.network.places["mu"].factor.num_params
         ]
         log_weight.zero_()[-1] = -30.0  # next to no evidence
     added = whole - precisions()

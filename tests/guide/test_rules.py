@@ -87,7 +87,7 @@ def test_exact_rules_are_the_conjugate_latents_and_only_they_have_no_reason():
 def test_a_latent_that_shall_be_learned_is(name):
     guide = called(model, Y, rules={name: "learned"})
     assert guide.rules[name].rule == "learned"
-    assert name in guide.network.factors and name not in guide.conjugate
+    assert name in guide.network.places and name not in guide.conjugate
     assert guide.rules[name].reason == "the options, or its role in the model, exclude it"
 
 
@@ -172,7 +172,7 @@ def test_without_exact_conditionals_there_are_none():
         "learned",
         "prior",
     ]
-    assert set(guide.network.factors) == {"sd", "mu", "z"}
+    assert set(guide.network.places) == {"sd", "mu", "z"}
 
 
 @pytest.mark.parametrize("name", ["nothing", "y"])

@@ -440,7 +440,7 @@ def test_a_gradient_that_grows_in_time_is_left_as_it_is(monkeypatch):
     unbounded = copy.deepcopy(guide)  # as every pass moves averages that gradients are made with
     pyro.set_rng_seed(0)
     found = gradients(guide, 1.0)
-    monkeypatch.setattr("pyro_nami.parameters.inverse_network._LARGEST", float("inf"))
+    monkeypatch.setattr("pyro_nami.parameters.training.MAX_GRADIENT", float("inf"))
     pyro.set_rng_seed(0)
     whole = gradients(unbounded, 1.0)
     assert len(found) == len(whole) and all(map(torch.equal, found, whole))

@@ -146,10 +146,6 @@ def stopped(rank, processes):
     return fit(new(processes, 5, optim=optim, clip_norm=5.0), 300, validation=held_out, validate_every=1, patience=4)
 
 
-def workers(rank, processes):
-    return fit(new(processes, 4), 3, num_workers=1)
-
-
 def ended(rank, processes):
     """An iterator that ends after 5 batches in the one and after 3 in the other."""
     return fit(new(processes, 5), 9, data=iter([simulator.draw(5) for _ in range(5 - 2 * rank)]))
@@ -196,7 +192,7 @@ def child(rank):
         try:
             where = "file://" + os.path.join(folder, "meeting")
             torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
-            parts = (fresh, given, resumed, other_number, stopped, workers, ended, empty, infinite, shown)
+            parts = (fresh, given, resumed, other_number, stopped, ended, empty, infinite, shown)
             results = {part.__name__: part(rank, 2) for part in parts}
             torch.save(results, os.path.join(folder, f"rank{rank}"))
             torch.distributed.destroy_process_group()
@@ -308,10 +304,6 @@ def test_training_stops_at_the_same_step_in_both(results):
         assert len(first["losses"]) == len(second["losses"]) in steps
         for key in ("held out", "weights"):
             assert torch.equal(first[key], second[key])
-
-
-def test_worker_processes_of_both_simulate_apart(results):
-    assert differ(*both(results, "workers", "seen"))
 
 
 def test_what_is_not_finite_in_one_is_known_to_both(results):

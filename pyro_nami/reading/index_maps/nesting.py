@@ -8,14 +8,14 @@ error says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_nami.reading.changes import moved, spread
+from pyro_nami.program.plate_dims import spread
+from pyro_nami.reading.changes import moved
 from pyro_nami.reading.interventions import Dependencies
 from pyro_nami.reading.probe import OutOfBudget, Place, Probe, Run
 
@@ -23,11 +23,9 @@ __all__ = ["Nesting", "Route", "routes"]
 
 Key = tuple[str, str]
 
-# Rounds of verification: rows times rounds. An index that follows the sign of a latent changes with probability 1/2.
-_ENOUGH_ROWS = 20
-_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 10
-# Bits of the instances' numbers that are looked at in a round, but for the first round, which looks at all.
-_BITS = 2
+# Fewest halves of a plate that verify its maps, with new values each: a row that follows the sign of a latent passes
+# each with probability 1/2, so one in 256 passes all. Ten times as many would spend the budget of runs.
+MIN_ROUNDS = 8
 
 
 class Route(NamedTuple):
@@ -99,11 +97,9 @@ class Nesting:
         """Drops the maps that contradict each other, or the model, until those that are left do not."""
         while bad := self._contradictions():
             self.drop(bad)
-        for plate in sorted({p for _, p in self.maps}):
-            self.drop(self._untestable(plate))
         verified: set[str] = set()
-        while plates := sorted({p for _, p in self.maps if self._is_open(p)} - verified):
-            bad = self._violation(plates[0])
+        while plates := sorted({p for _, p in self.maps} - verified):
+            bad = self._violation(plates[0]) if self.probe.budget > 0 else set()
             if bad <= self.given.keys():
                 verified.add(plates[0])
             self.drop(bad)
@@ -129,84 +125,64 @@ class Nesting:
                     bad |= keys
         return bad
 
-    def _is_open(self, plate: str) -> bool:
-        """Whether maps align sites in a plate that the user did not say are."""
-        if any(p == plate for _, p in self.maps.keys() - self.given.keys()):
-            return True
-        return self.probe.budget > 0 and any(
-            pair not in self.pairs for pair in self._aligned(plate)
-        )
-
-    def _untestable(self, plate: str) -> set[Key]:
-        """The maps that would align a plate of sites whose edge no run of the model can test."""
-        testable = self.latents | self.probe.arguments
-        pairs = [
-            (u, name)
-            for u, name in self._aligned(plate)
-            if name in self.hidden or u not in testable
-        ]
-        return set().union(*(self._responsible(name, plate) for _, name in pairs))
-
     def _violation(self, plate: str) -> set[Key]:
-        """Changes all sites in one part of a plate; returns the maps that err if anything moves in the other part.
+        """Returns the maps into a plate that align an edge that no run can test, or else one that a run refutes.
 
-        Every two instances of the plate are parted once; values of everything else are redrawn, and in further rounds
-        again, since a row that follows a wrong index may happen to follow the right one.
+        Values of everything are redrawn, and then those of all sites in one half of the plate: nothing may move in the
+        other half. The halves part every two instances. There are some at least, since a row that follows a wrong index
+        may happen to follow the right one.
         """
-        probe, places = self.probe, self._places(plate)
+        probe = self.probe
+        inside = self._inside(plate)
+        places = {
+            name: Place(frame.dim, inside[frame.name])
+            for name in probe.order
+            for frame in probe.frames[name]
+            if frame.name in inside
+        }
+        testable = self.latents | probe.arguments
+        aligned = self._aligned(places, inside)
+        found = {p for _, p in self.maps.keys() - self.given.keys()}
+        if plate not in found and all(pair in self.pairs for pair in aligned):
+            return set()  # as the user says
+        untested = {name for u, name in aligned if name in self.hidden or u not in testable}
+        bad = set().union(*(self._responsible(name, plate) for name in untested))
+        if bad - self.given.keys():
+            return bad
+        parents = {u for u, _ in aligned}
+        data = [u for u in probe.order if u in probe.arguments and u in parents]
         names = [name for name in places if name not in self.hidden]
-        aligned = {u for u, _ in self._aligned(plate)}
-        data = [u for u in probe.order if u in probe.arguments and u in aligned]
-        fewest = min(
-            len(place.rows) for name, place in places.items() if plate not in probe.plates_of[name]
-        )
+        number = torch.arange(probe.sizes[plate], device=probe.device)
+        bits = max(1, (len(number) - 1).bit_length())
         try:
-            for number in range(
-                min(max(_FEWEST_ROUNDS, math.ceil(_ENOUGH_ROWS / max(fewest, 1))), _MOST_ROUNDS)
-            ):
-                # In the first round discrete latents are sure to differ from their base values.
-                new = (probe.sample,) if number else (probe.redraw, self.latents, probe.first)
-                origin = probe.attempt(*new)
-                for half in _halves(probe.sizes[plate], every=number == 0, device=probe.device):
-                    run = probe.attempt(probe.redraw_rows, origin, places, half, data)
-                    erring = [_strays(origin, run, name, places[name], half) for name in names]
-                    if erring and torch.stack(erring).any():
-                        return self._erring(
-                            next(name for name, errs in zip(names, erring) if errs), plate
-                        )
+            for i in range(max(MIN_ROUNDS, bits)):
+                origin = probe.attempt(probe.redraw, self.latents, probe.first)
+                half = (number >> i % bits) & 1 == 1
+                for changed in (half, ~half):
+                    run = probe.attempt(probe.redraw_rows, origin, places, changed, data)
+                    for name in names:
+                        if _strays(origin, run, name, places[name], changed):
+                            return self._erring(name, plate)
         except (OutOfBudget, KeyError) as error:  # KeyError: the model fails at all these values
             self.finished &= isinstance(error, KeyError)
             return self._keys({q for q, _ in self.maps}, plate)
         return set()
 
-    def _places(self, plate: str) -> dict[str, Place]:
-        """For each site that lies in a plate, itself or by maps: a batch dim, and the instances of its rows there."""
-        ways = {
-            q: route.rows
-            for q, _ in self.maps
-            for route in routes(self.maps, q)
-            if route.end == plate
-        }
-        ways[plate] = torch.arange(self.probe.sizes[plate])
-        return {
-            name: Place(frame.dim, ways[frame.name].to(self.probe.device))
-            for name in self.probe.order
-            for frame in self.probe.frames[name]
-            if frame.name in ways
-        }
+    def _inside(self, plate: str) -> dict[str, Tensor]:
+        """Returns each plate in this one, itself included, with the instance ``(size,)`` in which each row lies."""
+        ways = (route for q, _ in self.maps for route in routes(self.maps, q))
+        found = {route.maps[0][0]: route.rows for route in ways if route.end == plate}
+        found[plate] = torch.arange(self.probe.sizes[plate])
+        return {q: rows.to(self.probe.device) for q, rows in found.items()}
 
-    def _aligned(self, plate: str) -> list[Key]:
-        """The pairs (parent, site) that maps alone say are aligned in a plate."""
-        inside = {
-            plate,
-            *(q for q, _ in self.maps if any(way.end == plate for way in routes(self.maps, q))),
-        }
-        places, plates_of = self._places(plate), self.probe.plates_of
+    def _aligned(self, places: Collection[str], inside: Collection[str]) -> list[Key]:
+        """The pairs (parent, site) with places in a plate that no plate ``inside`` of it, but maps alone, aligns."""
+        plates_of = self.probe.plates_of
         return [
             (u, name)
             for name in places
             for u in self.parents[name]
-            if u in places and inside.isdisjoint(plates_of[u] & plates_of[name])
+            if u in places and (plates_of[u] & plates_of[name]).isdisjoint(inside)
         ]
 
     def _keys(self, inner: Collection[str], plate: str) -> set[Key]:
@@ -233,19 +209,8 @@ class Nesting:
         return keys
 
 
-def _strays(origin: Run, run: Run, name: str, place: Place, changed: Tensor) -> Tensor:
-    """Whether a site moves, boolean ``()``, outside of the instances ``(size,)`` of a plate that were changed."""
+def _strays(origin: Run, run: Run, name: str, place: Place, changed: Tensor) -> bool:
+    """Whether a site moves outside of the instances ``(size,)`` of a plate that were changed."""
     moves = moved(origin.sites[name], run.sites.get(name))
-    apart = ~changed.to(place.rows.device)[place.rows]
-    return (moves & spread(apart, place.dim).to(moves.device)).any().to(changed.device)
-
-
-def _halves(size: int, every: bool, device: torch.device) -> Iterator[Tensor]:
-    """Halves of a plate's instances, each with the other half after it, that part every two instances, or most."""
-    bits = (size - 1).bit_length()
-    every = every or bits <= _BITS
-    number = torch.arange(size, device=device) if every else torch.randperm(size, device=device)
-    for bit in range(bits if every else _BITS):
-        half = (number >> bit) & 1 == 1
-        yield half
-        yield ~half
+    apart = ~changed[place.rows]
+    return bool((moves & spread(apart, place.dim).to(moves.device)).any())

@@ -1,0 +1,91 @@
+"""A guide without the derived conditionals that simulations refute."""
+
+from __future__ import annotations
+
+__all__ = ["first_guide", "named"]
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import torch
+
+from pyro_nami.guide.misfits import RANKED
+from pyro_nami.guide.nami import AutoNaMIGuide
+from pyro_nami.inference.simulate import JointDraws, Simulator
+
+MAX_ELEMENTS = 2**22  # of values in one check, which bounds memory
+TOLERATED = 0.02  # share of simulations at which a conditional may be wrong; ten times that for a Normal about a mode
+
+_numbers = itertools.count()
+
+
+def first_guide(
+    simulator: Simulator, draws: JointDraws, own: bool
+) -> tuple[AutoNaMIGuide, dict[str, Any]]:
+    """Returns a guide that was called once, and its options, by which refuted conditionals are learned.
+
+    Args:
+        simulator: of the model.
+        draws: simulations to learn from.
+        own: whether the draws are the simulator's, and not of another prior.
+    """
+    few = draws.select(torch.arange(2) if simulator.vectorized else torch.tensor(0))
+    rules: dict[str, str] = {}
+    options: dict[str, Any] = {}
+    while True:
+        guide = named(AutoNaMIGuide(simulator.model, observed=simulator.observed, **options))
+        with torch.no_grad():
+            guide.log_prob(few.latents, *simulator.args, **_with_data(simulator, few))
+        if simulator.vectorized:
+            refuted = _refuted(guide, simulator, draws if own else None)
+            rules |= dict.fromkeys(refuted, "learned")
+            again = {"rules": dict(rules)} if refuted else options
+        else:  # conditionals of many simulations at once need a vectorized model
+            again = {"exact": False, "anchor": False} if guide.num_parameters else options
+        if again == options:
+            return guide, options
+        options = again
+
+
+def named(guide: AutoNaMIGuide) -> AutoNaMIGuide:
+    """Gives a new guide a name of its own in the parameter store."""
+    guide._pyro_set_supermodule(f"amortized_{next(_numbers)}", guide._pyro_context)
+    return guide
+
+
+def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | None) -> list[str]:
+    """Returns the latents whose derived conditionals are not finite, or not those that simulations come from.
+
+    The simulations are new ones, if none are given.
+    """
+    if all(rule.group is None for rule in guide._made().rules.values()):
+        return []
+    if draws is None:
+        draws, _ = simulator.draw(1000).finite()
+    if not guide.num_parameters:  # and nothing will be learned from them
+        draws = draws.select(torch.arange(min(draws.num, 100)))
+    not_finite: Counter[str] = Counter()
+    low: Counter[str] = Counter()
+    latents = sum(value[0].numel() for value in draws.latents.values())
+    data = sum(value[0].numel() for value in draws.observed.values())
+    for rows in torch.arange(draws.num).split(max(1, MAX_ELEMENTS // (RANKED * latents + data))):
+        part = draws.select(rows)
+        seen = guide.misfits(part.latents, *simulator.args, **_with_data(simulator, part))
+        for name, flags in seen.items():
+            not_finite[name] += int(flags[0].sum())
+            low[name] += int(flags[1].sum())
+    # training ends at a density that is not finite
+    most_not_finite = 0 if guide.num_parameters else TOLERATED * draws.num
+    chance = draws.num / (RANKED + 1)
+    refuted = []
+    for name in low:
+        tolerated = TOLERATED * (10 if guide.rules[name].rule == "newton" else 1)
+        most_low = chance + 6 * chance**0.5 + tolerated * draws.num
+        if not_finite[name] > most_not_finite or low[name] > most_low:
+            refuted.append(name)
+    return refuted
+
+
+def _with_data(simulator: Simulator, draws: JointDraws) -> dict[str, Any]:
+    return {**simulator.kwargs, "observations": draws.observed}
