@@ -64,8 +64,8 @@ class NormalFamily(Family):
 
     def anchor(self, prior: Distribution) -> Tensor | None:
         moments = location_and_scale(prior)
-        if moments is None or moments.dim() == len(prior.batch_shape) + 2:
-            return moments
+        if moments is None:
+            return None
         return moments.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 2))
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
