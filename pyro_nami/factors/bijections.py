@@ -132,8 +132,9 @@ def detached_support(value: Any) -> Any:
 def interior(support: Constraint, value: Tensor) -> Tensor:
     """Returns `value` moved off the boundary of an open or half-open support, by a few units in the last place.
 
-    Inverse transforms are finite there, and so are gradients of logarithms: a distance of zero becomes one whose
-    inverse is far from the dtype's largest number, and values without a bound end at its root. Other values stay.
+    There inverse transforms are finite, and so are gradients of logarithms. A distance of zero to a bound becomes one
+    whose inverse is far from the dtype's largest number; values without an upper bound end at the root of that number.
+    Other values stay.
     """
     base, _ = peel_support(support)
     if base is constraints.real or base.is_discrete or not value.is_floating_point():

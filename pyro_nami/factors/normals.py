@@ -37,7 +37,7 @@ TAIL_UNIT = 8.0
 class LinearMap(NamedTuple):
     """(I + L) e with L strictly lower triangular, ``(E, E)``.
 
-    Element i given those before it is Normal with the scale that it has uncoupled, so densities cost no more.
+    Given the elements before it, element i is Normal with the scale that it has without a coupling.
     """
 
     matrix: Tensor
@@ -54,8 +54,8 @@ class LinearMap(NamedTuple):
 class Coupling(NamedTuple):
     """Noise whose elements depend on each other, over the instances of plates as well.
 
-    Its methods map elements ``(*batch, E)``, and return log slopes whose sum over all that is coupled is right, or None
-    for zero.
+    Its methods map elements ``(*batch, E)``. They also return log slopes, None for zero. The sum of these over all
+    coupled elements is the log determinant of the Jacobian.
 
     Attributes:
         along: maps all that is coupled, ``(*batch, N E)``, those of the last plate slowest: a `LinearMap`, or a

@@ -150,9 +150,9 @@ def _mills(z: Tensor) -> Tensor:
 
 
 def _stepped(t: Tensor, place: Tensor, log_mass: Tensor) -> Tensor:
-    """Returns the deviations below ``place`` by a step towards where the mass is that, relative to the density there.
+    """Returns t after one Newton step towards the solution of log(mass below ``place - t``) = ``log_mass``.
 
-    Its gradient by ``place`` and ``log_mass`` is that of the solution.
+    The mass is relative to the density at ``place``. The gradient by ``place`` and ``log_mass`` is the solution's.
     """
     t = t.detach()
     mills = _mills(place - t)
