@@ -21,13 +21,14 @@ from pyro_nami.factors.bijections import bijection_to, is_interval, peel_support
 from pyro_nami.program.first_run import first_run, subsamples
 from pyro_nami.program.flat_priors import is_improper
 from pyro_nami.program.isolation import forked_rng, untouched
+from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.program import Program
 from pyro_nami.program.site_values import any_value
 
 __all__ = ["likely_start", "near_origin"]
 
 _DRAWS = 4  # about each start
-_OF_PRIOR, _ELEMENTS = 101, 2**22  # draws whose median is taken, and the most numbers in them
+_OF_PRIOR = 101  # draws whose median is taken
 _FAR = 0.5  # in unconstrained space; less is no other start
 _BETTER, _ERRORS = 1.0, 2.0  # nats, and standard errors
 _ROUNDS = 2  # over all kinds, at most
@@ -171,7 +172,7 @@ def _median(fn: Any, transform: Any) -> tuple[Tensor, float]:
     to what share of the way there draws from the prior come near the origin, as those of vague ones do.
     """
     shape = transform.inverse_shape(fn.shape())
-    num = min(_OF_PRIOR, _ELEMENTS // max(1, shape.numel()))
+    num = min(_OF_PRIOR, rows_in_memory(shape.numel()))
     try:
         if _is_real(fn) and fn.mean.isfinite().all():
             return fn.mean.detach(), 1.0
