@@ -13,8 +13,8 @@ import torch
 from pyro_nami.guide.misfits import RANKED
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.program.memory import rows_in_memory
 
-MAX_ELEMENTS = 2**22  # of values in one check, which bounds memory
 TOLERATED = 0.02  # share of simulations at which a conditional may be wrong; ten times that for a Normal about a mode
 
 _numbers = itertools.count()
@@ -69,8 +69,7 @@ def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
     low: Counter[str] = Counter()
     latents = sum(value[0].numel() for value in draws.latents.values())
     data = sum(value[0].numel() for value in draws.observed.values())
-    for rows in torch.arange(draws.num).split(max(1, MAX_ELEMENTS // (RANKED * latents + data))):
-        part = draws.select(rows)
+    for part in draws.in_batches(rows_in_memory(RANKED * latents + data)):
         seen = guide.misfits(part.latents, *simulator.args, **_with_data(simulator, part))
         for name, flags in seen.items():
             not_finite[name] += int(flags[0].sum())

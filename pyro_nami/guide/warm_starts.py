@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.expansion import leading_shape
+from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["DataSets", "Starts"]
 
 # data sets whose warm starts are kept; ten times as many take a gigabyte
 MOST_KEPT = 2**17
-MOST_ELEMENTS = 2**22  # of one latent's warm starts, of all data sets together: 16 MB in float32
 
 
 class DataSets(NamedTuple):
@@ -100,9 +100,8 @@ class Starts:
     def note(self, data: DataSets, values: Mapping[str, Tensor]) -> None:
         """Stores values of latents."""
         new = {name: data.rows(name, value.detach()) for name, value in values.items()}
-        most = min(
-            MOST_KEPT, MOST_ELEMENTS // max(1, *(value[0].numel() for value in new.values()))
-        )
+        widest = max((value[0].numel() for value in new.values()), default=1)
+        most = min(MOST_KEPT, rows_in_memory(widest))
         if self.is_renewed and len(self._rows) + len(data.keys) > most:
             self._kept = {}
         if any(
