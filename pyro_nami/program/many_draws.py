@@ -17,8 +17,9 @@ from torch import Tensor
 from pyro_nami.program.masks import rounding_of
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
+from pyro_nami.program.vectorized import Vectorized, unmapped
 
-__all__ = ["differing_site", "few_draws", "of_rank", "takes_many"]
+__all__ = ["differing_site", "few_draws", "for_many", "of_rank", "takes_many"]
 
 # draws of a run for many that is compared with single runs; one would not show that draws are mixed up
 FEWEST_DRAWS = 3
@@ -70,6 +71,16 @@ def _are_close(here: Tensor, there: Tensor, rounding: Tensor | None) -> bool:
     if rounding is not None:
         same |= (here - there).abs() <= rounding
     return bool(same.all())
+
+
+def for_many(program: Program, draws: Sequence[Mapping[str, Any]], nesting: int) -> Program | None:
+    """Returns a program that runs for many draws: as it is, or mapped by `Vectorized`; None if neither does.
+
+    See `takes_many`, by which this is decided.
+    """
+    mapped = program._replace(model=Vectorized(unmapped(program.model), nesting))
+    ways = (mapped,) if isinstance(program.model, Vectorized) else (program, mapped)
+    return next((way for way in ways if takes_many(way, draws, nesting)), None)
 
 
 def takes_many(program: Program, draws: Sequence[Mapping[str, Any]], nesting: int) -> bool:

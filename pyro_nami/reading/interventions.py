@@ -14,8 +14,9 @@ import torch
 from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
+from pyro_nami.program.plate_dims import any_along
 from pyro_nami.program.vectorized import unmapped
-from pyro_nami.reading.changes import any_along, moved, numbers_in, same_support, support_of
+from pyro_nami.reading.changes import moved, numbers_in, same_support, support_of
 from pyro_nami.reading.group_testing import Untested
 from pyro_nami.reading.probe import TRIES, Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
@@ -228,44 +229,37 @@ class _Interventions:
                 return
 
     def _origin(self, number: int) -> Run:
-        """The base run; then runs at random values, most with some sites changed so that rare ones occur."""
+        """The base run; then runs with other values at about half of the latents."""
         if number == 0:
             return self.probe.first
-        origin = self.probe.sample()
-        if number % 4 == 1 or origin.error is not None:
-            return origin
         latents = self.probe.changeable & self.probe.latent
-        some = [name for name in self.probe.order if name in latents and random.random() < 0.5]
-        return self._redraw(some, origin)
+        return self._redraw({u for u in latents if random.random() < 0.5}, self.probe.first)
 
     def _untested(self, first: bool) -> Untested:
         """What is to be tested, by rank: at first all sites, then those that values which left torch may reach."""
         count = len(self.probe.order)
-        held = np.array([self._held(name) for name in self.probe.order], dtype=bool).reshape(
-            count, count
-        )
-        worth = np.zeros(held.shape, dtype=np.int64)
+        held = np.array([self._held(name) for name in self.probe.order], dtype=bool)
+        worth = np.zeros((count, count), dtype=np.int64)
         for rank, name in enumerate(self.probe.order):
             suspect = bool(self.found.suspects[name])
             if name not in self.found.hidden and (first or suspect):
                 worth[rank, :rank] = 1 + suspect * count  # goes first
-        return Untested(held, worth)
+        return Untested(held.reshape(count, count), worth)
+
+    def _free(self, name: str) -> frozenset[str]:
+        """The sites that may change in a run that tests ``name``: neither what it reads nor later arguments."""
+        later = self.probe.arguments.intersection(self.probe.order[self.probe.rank[name] :])
+        return self.probe.changeable - self.found.parents[name] - later
 
     def _held(self, name: str) -> list[bool]:
-        """Whether each site has to be held in a run that tests ``name``: what it reads, and later arguments."""
-        probe, rank = self.probe, self.probe.rank[name]
-        free = probe.changeable - self.found.parents[name]
-        return [
-            u not in free or (i >= rank and u in probe.arguments) for i, u in enumerate(probe.order)
-        ]
+        """Whether each site has to be held in a run that tests ``name``."""
+        free = self._free(name)
+        return [u not in free for u in self.probe.order]
 
     def _candidates(self, name: str) -> list[str]:
         """The sites that ``name`` could read but is not known to."""
-        return [
-            u
-            for u, held in zip(self.probe.order[: self.probe.rank[name]], self._held(name))
-            if not held
-        ]
+        free = self._free(name)
+        return [u for u in self.probe.order[: self.probe.rank[name]] if u in free]
 
     def _repair(self, name: str, origin: Run, run: Run) -> bool:
         """Adds the parents that were lost, one bisection each, until nothing else moves it; whether any were."""

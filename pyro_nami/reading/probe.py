@@ -17,10 +17,11 @@ from torch import Tensor
 
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.first_run import is_node, is_partial
+from pyro_nami.program.plate_dims import frames_of, spread
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.site_values import any_value, drawn, redraw
-from pyro_nami.reading.changes import differs, spread
+from pyro_nami.reading.changes import differs
 
 __all__ = ["OutOfBudget", "Place", "Probe", "Run"]
 
@@ -111,10 +112,7 @@ class Probe:
             and self.base[name].numel()
             and not site_is_factor(site)
         )
-        self.frames = {
-            name: [frame for frame in site["cond_indep_stack"] if frame.vectorized]
-            for name, site in sites.items()
-        }
+        self.frames = {name: frames_of(site) for name, site in sites.items()}
         self.sizes = {plate: self._size(frame) for plate, frame in self.plates.items()}
 
     @property
@@ -191,15 +189,6 @@ class Probe:
         run = _run(self.program._replace(args=args, kwargs=kwargs), choose, note, self.base)
         self._check_sites(run)
         return run
-
-    def sample(self) -> Run:
-        """Runs the model with a fresh draw of every latent."""
-        return self.run(
-            {},
-            lambda msg: (
-                None if msg["is_observed"] else any_value(msg["fn"], self.base[msg["name"]])
-            ),
-        )
 
     def redraw(self, names: Iterable[str], origin: Run, other: Any = None) -> Run:
         """Repeats ``origin`` with other values at the sites ``names``.

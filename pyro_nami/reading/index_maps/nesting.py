@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.reading.changes import moved, spread
+from pyro_nami.program.plate_dims import spread
+from pyro_nami.reading.changes import moved
 from pyro_nami.reading.interventions import Dependencies
 from pyro_nami.reading.probe import OutOfBudget, Place, Probe, Run
 
