@@ -337,8 +337,8 @@ def _posterior_draws(
 ) -> dict[str, Tensor]:
     """Returns draws of the latents, resampled from weighted ones, ``(num_draws, data sets, *plates, *event)``."""
     with warnings.catch_warnings():
-        # some data sets are, by chance
-        warnings.filterwarnings("ignore", ".*outside the model's simulations")
+        # of some data sets, by chance; the verdict tells of the others
+        warnings.filterwarnings("ignore", ".*outside the model's simulations|The importance weights")
         found = posterior(truth.observed, _num_weighted(num_draws), progress=False)
     drawn = found.resample(num_draws)
     return {
