@@ -1,4 +1,4 @@
-"""What a user is told: warnings that name the user's own line, however deep in Pyro the reason is found; tables."""
+"""Warnings that name the user's own line, however deep in Pyro their reason is found; tables in text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PASSED_OVER = ("pyro_nami", "pyro", "torch", "contextlib")
 
 
 class OneByOne(UserWarning):
-    """That draws are made one by one, as not all can be made at once."""
+    """Warning: draws are made one by one, as the model cannot be run for all of them at once."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line that led here: the innermost that is outside of this package, of Pyro, and of torch."""
+    """Warns at the innermost line of the call stack that is outside of this package, Pyro and torch."""
     frame, level = sys._getframe(1), 2
     while (
         frame.f_back is not None
@@ -45,7 +45,7 @@ def check_counts(**counts: Any) -> None:
 
 
 def aligned(rows: Sequence[Sequence[str]], words: Collection[int]) -> list[str]:
-    """Returns rows as lines with aligned columns: those of ``words`` to the left, numbers to the right."""
+    """Returns rows as lines with aligned columns: the columns ``words`` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = [f"{'<' if i in words else '>'}{width}" for i, width in enumerate(widths)]
     return ["  ".join(map(format, row, aligned)).rstrip() for row in rows]

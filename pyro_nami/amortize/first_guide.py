@@ -23,12 +23,12 @@ _numbers = itertools.count()
 def first_guide(
     simulator: Simulator, draws: JointDraws, own: bool
 ) -> tuple[AutoNaMIGuide, dict[str, Any]]:
-    """Returns a guide that was called once, and its options, by which refuted conditionals are learned.
+    """Returns a guide after its first call, and its options, by which it learns the conditionals that are refuted.
 
     Args:
         simulator: of the model.
         draws: simulations to learn from.
-        own: whether the draws are the simulator's, and not of another prior.
+        own: whether the simulator made the draws; draws from another prior cannot refute a conditional.
     """
     few = draws.select(torch.arange(2) if simulator.vectorized else torch.tensor(0))
     rules: dict[str, str] = {}
@@ -55,9 +55,9 @@ def named(guide: AutoNaMIGuide) -> AutoNaMIGuide:
 
 
 def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | None) -> list[str]:
-    """Returns the latents whose derived conditionals are not finite, or not those that simulations come from.
+    """Returns the latents whose derived conditionals simulations refute: by ranks, or as they are not finite.
 
-    The simulations are new ones, if none are given.
+    Without draws given, new simulations are drawn.
     """
     if all(rule.group is None for rule in guide._made().rules.values()):
         return []

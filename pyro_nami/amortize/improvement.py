@@ -27,9 +27,11 @@ from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples
 from pyro_nami.messages import OneByOne
 
-MAX_FACTOR = 256  # times as many draws as are asked for, to resample from; a power of 4
-MAX_ELEMENTS = 2**25  # of draws to resample from at a time, which bounds memory
-MAX_WORK = 2**34  # elements of tensors computed for one data set: some 20 seconds of one core
+MAX_FACTOR = 256  # draws to resample from, for each draw asked for; a power of 4
+MAX_ELEMENTS = 2**25  # of the draws to resample from at a time; more take too much memory
+MAX_WORK = (
+    2**34
+)  # tensor elements computed for the draws of one data set; as many take some 20 seconds of one core
 
 
 def improved(
@@ -71,7 +73,7 @@ def improved(
 
 
 class _Improvement(NamedTuple):
-    """What the attempts to get better draws have in common."""
+    """The data sets to improve, and how many draws may be made of them."""
 
     target: Target
     data_sets: Observations

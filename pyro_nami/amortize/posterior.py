@@ -20,8 +20,12 @@ from pyro_nami.messages import warn
 
 __all__ = ["AmortizedPosterior"]
 
-DEFENSIVE_SHARE = 0.05  # of the draws, from the prior, where a guide had to learn
-MAX_OUTSIDE = 0.02  # share of data sets that may lie outside of all simulations by chance
+DEFENSIVE_SHARE = (
+    0.05  # share of draws from the prior, where a guide had to learn; more waste draws
+)
+MAX_OUTSIDE = (
+    0.02  # share of data sets that may lie outside of all simulations by chance, without a warning
+)
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from pyro_nami.program.runner import Runner
 
 __all__ = ["Region", "next_round"]
 
-DRAWS = 10_000  # of the guide, of which the region holds all, and of the prior at a time
+DRAWS = 10_000  # of the guide, all of which the region holds; of the prior at a time
 
 
 class Region:
-    """Where a guide's density at one data set is no lower than at any of 10,000 of its draws.
+    """The region where a guide's density at one data set is at least that at each of 10,000 of its draws.
 
     Args:
         simulator: of a model whose data have no density.

@@ -34,7 +34,7 @@ from pyro_nami.program.runner import Runner, takes_observations
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DRAWS_AT_ONCE = 2**15  # of the guide, over data sets; bounds memory
+DRAWS_AT_ONCE = 2**15  # of the guide, of all data sets together; more take more memory
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Calibration:
 
     @property
     def num_datasets(self) -> int:
-        """Number of data sets that there are ranks for."""
+        """Number of data sets with ranks."""
         return len(next(iter(self.ranks.values())))
 
     @property
@@ -121,7 +121,7 @@ class Calibration:
 
     @property
     def panels(self) -> dict[str, RankPanel]:
-        """Site, or joint test -> what figures show of it."""
+        """Site, or joint test -> its ranks and verdict, for figures."""
         panels = {}
         for name, ranks in self._arrays.items():
             tests = len(ecdf_tests(name, len(ranks), self.num_draws)) * self.verdicts[name].elements
@@ -183,7 +183,7 @@ bias, spread: location and sd of the truth relative to the guide's, in the guide
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Returns names in quotes, the first few of many."""
+    """Returns names in quotes; of many, the first ones and the number of the others."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(f"'{name}'" for name in names[:most]) + rest
 
@@ -337,8 +337,8 @@ def _posterior_draws(
 ) -> dict[str, Tensor]:
     """Returns draws of the latents, resampled from weighted ones, ``(num_draws, data sets, *plates, *event)``."""
     with warnings.catch_warnings():
-        # as some are by chance
-        warnings.filterwarnings("ignore", ".*outside the model's simulations")
+        # of some data sets, by chance; the verdict tells of the others
+        warnings.filterwarnings("ignore", ".*outside the model's simulations|The importance weights")
         found = posterior(truth.observed, _num_weighted(num_draws), progress=False)
     drawn = found.resample(num_draws)
     return {

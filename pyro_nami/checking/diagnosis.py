@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_UNRELIABLE = 0.1  # share of data sets whose k-hat may be above the limit
+MAX_UNRELIABLE = 0.1  # share of data sets whose k-hat may be above 0.7
 _REMEDY = (
     "Train longer, on fresh simulations in every step, with wider networks (hidden_features=) or richer families "
     "(families='flow')."
@@ -41,7 +41,7 @@ _EXTRAPOLATED = (
 
 
 class Check(NamedTuple):
-    """A part of a diagnosis: what it prints and draws, and, if something is wrong, what and what to do about it."""
+    """A part of a diagnosis: its text and drawings; if it failed, the problem and the advice."""
 
     text: str
     drawings: Mapping[str, Callable[[Axes], None]]
@@ -51,7 +51,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What `diagnose` found.
+    """The result of `diagnose`, to ``print`` or to ``plot()``.
 
     Attributes:
         calibration: of the guide, over simulated data sets.
@@ -78,7 +78,7 @@ class Diagnosis:
 
     @cached_property
     def checks(self) -> list[Check]:
-        """Its parts, in order."""
+        """The parts of the diagnosis, in order."""
         checks = [_calibration(self.calibration)]
         if self.losses is not None:
             checks.insert(0, _training(self.losses, self.validation))
@@ -91,7 +91,7 @@ class Diagnosis:
 
     @property
     def problems(self) -> dict[str, str]:
-        """What is wrong -> what to do about it; empty if nothing is."""
+        """Problem -> advice; empty if nothing is wrong."""
         return {check.problem: check.advice for check in self.checks if check.problem}
 
     @property
@@ -101,7 +101,7 @@ class Diagnosis:
 
     @property
     def summary(self) -> str:
-        """What was found, in a line."""
+        """The verdict, in one line."""
         verdict = f"wrong are {'; '.join(self.problems)}" if self.problems else "passed"
         if self.effective_sample_size is None:
             return f"Diagnosis: {verdict}. The data have no density, so draws have no weights."
@@ -109,7 +109,7 @@ class Diagnosis:
         return f"Diagnosis: {verdict}. Median effective sample size {share:.0%} of the draws."
 
     def plot(self) -> Figure:
-        """Draws all of it: losses, ranks, coverage, weights, and the data among simulations.
+        """Draws losses, ranks, coverage, weights, and the data among simulations.
 
         Raises:
             ImportError: matplotlib is missing (the extra ``viz``).

@@ -40,7 +40,7 @@ RANK_PLOTS = {  # kind -> labels of x and y
 
 
 class RankPanel(NamedTuple):
-    """What figures show of a site, or of a joint test.
+    """The ranks of a site, or of a joint test, and the verdict on them.
 
     Attributes:
         name: of the site, or of the test.

@@ -188,7 +188,7 @@ def _inverse_options() -> argparse.ArgumentParser:
 
 
 def _format(options: argparse.Namespace) -> str:
-    """The format asked for, or that of the file's name; checks, before any work, what does not go together."""
+    """Returns the format asked for, or that of the file's name, after a check of options that exclude each other."""
     ending = options.output.suffix.lower() if options.output else ".txt"
     format = options.format or _FORMATS.get(ending)
     if format is None:

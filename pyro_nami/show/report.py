@@ -27,7 +27,7 @@ COMMENTS = {"mermaid": "%%", "dot": "//"}
 
 
 class Report(NamedTuple):
-    """What is said of something in each format; the comments stand above a drawing."""
+    """A report in all formats: a JSON object, lines of text, and a drawing with comments above it."""
 
     object: Object
     lines: Iterable[str]
@@ -45,7 +45,7 @@ class Report(NamedTuple):
 
 
 def network_report(extraction: Extraction) -> Report:
-    """The network, its index maps, and what extraction could not see."""
+    """Returns the report on a network, its index maps, and the sites that extraction could not see through."""
     net = extraction.bayesnet
     notes = {
         "index_maps": [
@@ -64,7 +64,7 @@ def inverse_report(
     steps: Sequence[Step] | None,
     rules: Mapping[str, Any] | None = None,
 ) -> Report:
-    """The inverse of this name, its levels, a guide's rules if told, and the steps of its elimination if asked for.
+    """Returns the report on an inverse: its factors and levels, a guide's rules, and the steps of its elimination.
 
     Example:
         >>> from pyro_nami.graph.inversion_methods import nami
@@ -82,7 +82,7 @@ def inverse_report(
 
 
 def verdict_report(title: str, name: str, inverse: Inverse, verdict: Verification) -> Report:
-    """The verdict, then a line for every false independence and every idle dependence of the inverse."""
+    """Returns the report on a verification: every missing and every redundant dependence of the inverse."""
     found = _inverse_object(name, inverse)
     found["faithful"], found["minimal"] = bool(verdict), verdict.minimal
     for key, pairs in (("missing", verdict.missing), ("redundant", verdict.redundant)):
@@ -161,7 +161,7 @@ def _network_object(net: BayesNet) -> Object:
 
 
 def _inverse_object(name: str, inverse: Inverse) -> Object:
-    """The network, and its inverse of this name, factor by factor in sampling order."""
+    """Returns the JSON object of a network and its inverse, factor by factor in sampling order."""
     plates = inverse.net.plate_sizes
     return _network_object(inverse.net) | {
         "inverse": name,
@@ -198,7 +198,7 @@ def _labels(names: Iterable[Any]) -> str:
 
 
 def _name(name: Any) -> str:
-    """A site's name; that of the evidence which a blocked model hides is not a string."""
+    """Returns a site's name as a string; the hidden evidence of a blocked model has another kind of name."""
     return name if isinstance(name, str) else label(name)
 
 
