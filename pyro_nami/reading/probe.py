@@ -275,11 +275,15 @@ def _run(
     values: dict[str, Any] = {}
     sites: dict[str, Any] = {}
     data: dict[str, Any] = {}
+    nodes = set()
 
     def chosen(msg: Any) -> Any:
-        if not (is_node(msg) or is_partial(msg)):
+        name = msg["name"]
+        if is_node(msg):
+            nodes.add(name)
+        elif not is_partial(msg):
             return None
-        name, value = msg["name"], choose(msg)
+        value = choose(msg)
         if msg["is_observed"]:
             data[name] = base[name] if value is msg["value"] else msg["value"]
         return value
@@ -288,7 +292,7 @@ def _run(
         name, value = msg["name"], msg["value"]
         if site_is_subsample(msg):
             values[name] = value
-        elif is_node(msg):
+        elif name in nodes:
             values[name] = value
             sites[name] = {**msg, "value": data.get(name, value)}
             note(msg)
