@@ -49,15 +49,18 @@ class Run(NamedTuple):
         values: the value that the model got at each site, and of each plate the instances.
         sites: site -> its message; of an observed site with the data that the model itself observes.
         error: what ended the run early.
+        kept: site -> what comparisons with other runs have computed of it.
     """
 
     values: dict[str, Any]
     sites: dict[str, Any]
     error: Exception | None
+    kept: dict[str, dict[Any, Tensor]]
 
     def differs(self, origin: Run, name: str) -> bool:
         """Whether a site is not, to the bit, what it was in another run."""
-        return differs(origin.sites[name], self.sites.get(name))
+        kept = origin.kept.setdefault(name, {})
+        return differs(origin.sites[name], self.sites.get(name), kept)
 
 
 class Probe:
@@ -302,7 +305,7 @@ def _run(
         program.run(Runner({}, choose=chosen, note=noted))
     except Exception as raised:  # noqa: BLE001  whatever a model does at values that it was not written for
         error = raised
-    return Run(values, sites, error)
+    return Run(values, sites, error, {})
 
 
 def _first_value(msg: Any, init: Callable[[dict], Tensor] | None, drawing: bool) -> Any:
