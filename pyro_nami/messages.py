@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Collection, Sequence
+from numbers import Integral
+from typing import Any
 
-__all__ = ["OneByOne", "aligned", "warn"]
+__all__ = ["OneByOne", "aligned", "check_counts", "warn"]
 
 _PASSED_OVER = ("pyro_nami", "pyro", "torch", "contextlib")
 
@@ -24,6 +26,22 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def check_counts(**counts: Any) -> None:
+    """Checks that options are whole numbers of at least 1; None stands for a default.
+
+    Raises:
+        TypeError: a value that is no whole number.
+        ValueError: a value below 1.
+    """
+    for name, value in counts.items():
+        if value is None:
+            continue
+        if not isinstance(value, Integral):
+            raise TypeError(f"Expected {name} to be an int; got {value!r}.")
+        if value < 1:
+            raise ValueError(f"Expected {name} to be at least 1; got {value}.")
 
 
 def aligned(rows: Sequence[Sequence[str]], words: Collection[int]) -> list[str]:

@@ -23,7 +23,6 @@ ADVICE = (
     "priors and likelihood allow for what the data show."
 )
 
-MIN_SHRINKAGE = 1e-3  # so that features which never vary have some variance
 MAX_ELEMENTS = 64  # of a site, or of its events, that are features one by one; more take long
 
 
@@ -170,10 +169,11 @@ class _Space:
         x = (sample - self.center) / self.scale
         num = len(x)
         covariance = x.T @ x / num
-        target = covariance.diagonal().mean().clamp(min=MIN_SHRINKAGE) * torch.eye(x.shape[1]).to(x)
+        # features that never vary get some variance
+        target = covariance.diagonal().mean().clamp(min=1e-3) * torch.eye(x.shape[1]).to(x)
         error = (x.square().sum(1).square().mean() - covariance.square().sum()) / num
         departure = (covariance - target).square().sum().clamp(min=1e-12)
-        share = (error / departure).clamp(MIN_SHRINKAGE, 1)
+        share = (error / departure).clamp(1e-3, 1)
         self.factor = torch.linalg.cholesky(torch.lerp(covariance, target, share))
 
     def distances(self, values: Tensor) -> Tensor:

@@ -14,13 +14,8 @@ from pyro_nami.guide.misfits import RANKED
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.simulate import JointDraws, Simulator
 
-CHECKED = (
-    100  # simulations that derived conditionals are checked by, where nothing is to be learned
-)
 MAX_ELEMENTS = 2**22  # of values in one check, which bounds memory
-# share of simulations at which a conditional may be wrong, and a Normal about a mode
-TOLERATED = 0.02
-TOLERATED_NEWTON = 0.2
+TOLERATED = 0.02  # share of simulations at which a conditional may be wrong; ten times that for a Normal about a mode
 
 _numbers = itertools.count()
 
@@ -68,8 +63,8 @@ def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
         return []
     if draws is None:
         draws, _ = simulator.draw(1000).finite()
-    if not guide.num_parameters:
-        draws = draws.select(torch.arange(min(draws.num, CHECKED)))
+    if not guide.num_parameters:  # and nothing will be learned from them
+        draws = draws.select(torch.arange(min(draws.num, 100)))
     not_finite: Counter[str] = Counter()
     low: Counter[str] = Counter()
     latents = sum(value[0].numel() for value in draws.latents.values())
@@ -85,7 +80,7 @@ def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
     chance = draws.num / (RANKED + 1)
     refuted = []
     for name in low:
-        tolerated = TOLERATED_NEWTON if guide.rules[name].rule == "newton" else TOLERATED
+        tolerated = TOLERATED * (10 if guide.rules[name].rule == "newton" else 1)
         most_low = chance + 6 * chance**0.5 + tolerated * draws.num
         if not_finite[name] > most_not_finite or low[name] > most_low:
             refuted.append(name)

@@ -13,21 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from pyro_nami.deriving.grids import FLOOR
+from pyro_nami.deriving.grids import FLOOR, SIZE
 
-__all__ = ["SIZE", "Box", "search"]
+__all__ = ["Box", "search"]
 
-SIZE = 33  # points along a side of the grid; the error falls with the fourth power
 DEPTH = 8.0  # nats below the maximum, to which the grid reaches; the share left out is exp(-DEPTH)
-STEP = 2 / (SIZE - 1)  # of the grid, of a side of 2
-MAX_SLOPE = 0.25  # of the second coordinate by the first, until the box is sheared
-MAX_GRIDS = 40  # tables of the log density until the search gives up
-MAX_WIDENED = 2  # times that the box is widened for other modes until the search gives up
+STEP = 2 / (SIZE - 1)  # between points, in coordinates
 LONG_STEP = 4.0  # half sides by which a box grows to where the log density goes on rising
-LEAST_COVERED = 0.5  # share of the points of a side within DEPTH; the others are spent on nothing
+# share of a side's points that are within DEPTH; ten times less leaves few points to tell a density by
+LEAST_COVERED = 0.5
+MAX_GRIDS = 20  # tables of the log density until the search gives up
 MAX_PEAKS = 8  # local maxima that are kept of a table
-CLIMB_ROUNDS, CLIMB_POINTS = 16, 5
-"""Rounds of a climb to a mode, which halve the search width, and points a side of each."""
+CLIMB_ROUNDS = 16  # of a climb to a mode, which halve a step of the grid at most so many times
 
 
 class Box(NamedTuple):
@@ -91,7 +88,7 @@ class Peaks(NamedTuple):
     def climbed(self, log_prob: Callable[[Tensor], Tensor]) -> Peaks:
         """Returns where steps upwards lead, along grids that are halved around their highest points."""
         box, heights = self
-        offsets = _grid(CLIMB_POINTS, box)
+        offsets = _grid(5, box)  # whole and half steps to both sides
         grid = offsets.reshape(-1, *(1,) * heights.dim(), offsets.shape[-1])
         for _ in range(CLIMB_ROUNDS):
             places = box.places(grid)
@@ -131,8 +128,7 @@ def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found
     grid = _grid(SIZE, first)
     grid = grid.reshape(-1, *(1,) * (first.center.dim() - 1), grid.shape[-1])
     normal = -2 * DEPTH * grid.square().sum(-1)
-    box, peaks, num_widened = first, list[Peaks](), 0
-    flaw = "does not fall to all sides, or has modes far apart"
+    box, peaks = first, list[Peaks]()
     for _ in range(MAX_GRIDS):
         values = log_prob(box.places(grid))
         peaks.append(Peaks.of_table(values, box))
@@ -141,15 +137,13 @@ def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found
         following, fits = _moved(box, grid, table)
         if bool(fits.all()):
             following, fits = _widened(box, table, log_prob, peaks)
-            num_widened += 1
-            if bool(fits.all()):
-                return Found(box, table, top.isfinite())
-            if num_widened > MAX_WIDENED:
-                flaw = "has modes that are too narrow for one grid"
-                break
+        if bool(fits.all()):
+            return Found(box, table, top.isfinite())
         box = following
     if fits.numel() == 1 or not bool(fits.any()):
-        raise ValueError(f"{what} {flaw}")
+        raise ValueError(
+            f"{what} does not fall to all sides, or has modes that are too far apart for one grid"
+        )
     return Found(box.where(fits, first), table.where(fits, normal), fits & top.isfinite())
 
 
@@ -161,7 +155,7 @@ def _moved(box: Box, grid: Tensor, table: Tensor) -> tuple[Box, Tensor]:
     coordinates = grid.expand(*kept.shape, members)
     if members == 2:
         slope = _slope(grid, table)
-        fits = slope.abs() <= MAX_SLOPE
+        fits = slope.abs() <= 1 - LEAST_COVERED  # by which the box gets narrower
         sides = box.sides.clone()
         sides[..., 1, 0] += slope * sides[..., 1, 1]
         first, second = coordinates.unbind(-1)

@@ -13,12 +13,13 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import trimmed
+from pyro_nami.deriving.expansion import squeezed
 from pyro_nami.factors.knots import bent_normal
 
-__all__ = ["FLOOR", "HALF", "MOST_ON_GRID", "LineDensity", "bent", "grid_like", "slope_of"]
+__all__ = ["FLOOR", "HALF", "MOST_ON_GRID", "SIZE", "LineDensity", "bent", "grid_like", "slope_of"]
 
 HALF = 6.0  # of the length of a grid, in its own units, which are standard deviations for a Normal
+SIZE = 33  # points along a side of a grid; a tenth of them would leave errors of nats
 MOST_ON_GRID = 2  # latents with a joint grid; the number of its points is exponential in this
 # nats below its maximum, from where a log density counts as constant; exp(-10 * FLOOR) underflows
 FLOOR = 100.0
@@ -101,9 +102,13 @@ def bent(
     """
     at, slopes = quantiles
     place = center + scale * grid_like(len(at), at[0])
-    knots = torch.stack([each.expand(at.shape) for each in (at, place, scale * slopes)]).to(like)
-    shape = trimmed(at.shape[1:], dims) + (1,) * event_dim
-    x, y, slopes = knots.movedim(1, -1).reshape((3, *shape, -1))
+    knots = (
+        squeezed(each.expand(at.shape).movedim(0, -1), dims, 1)
+        for each in (at, place, scale * slopes)
+    )
+    x, y, slopes = (
+        each.reshape(*each.shape[:-1], *(1,) * event_dim, -1).to(like) for each in knots
+    )
     return bent_normal(x, y, slopes, bounds)
 
 

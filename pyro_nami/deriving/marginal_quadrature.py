@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.grid_search import SIZE, Box, search
-from pyro_nami.deriving.grids import HALF, LineDensity, bent
+from pyro_nami.deriving.grid_search import Box, search
+from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent
 from pyro_nami.factors.distribution import SiteDistribution
 
 __all__ = ["Marginal", "points_of"]

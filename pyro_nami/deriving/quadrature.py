@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.expansion import Expansion, agree
-from pyro_nami.deriving.grids import HALF, LineDensity, bent, grid_like, slope_of
+from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, grid_like, slope_of
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import own_mask
 
 __all__ = ["Tabulated"]
 
-POINTS = {1: 33, 2: 17}  # number of members -> points along a side; twice as many cost 2 or 4 times
 STEEPEST = 1e9  # slope in nats a deviation, to which larger ones, which may overflow, are cut
 MAX_ERROR = 1e-2  # of an integral of slopes, in nats and relative
 
@@ -29,7 +28,7 @@ class Tabulated(Expansion):
 
     Args:
         group, leading, nesting, differentiable: as for `Expansion`.
-        near: has `conditional`, of Normals that are near the conditionals, and `renewed`.
+        near: has `conditional`, of Normals that are near the conditionals.
         finer: by how much to divide the step of the grid.
 
     Attributes:
@@ -38,9 +37,8 @@ class Tabulated(Expansion):
 
     def __init__(self, *args: Any, near: Any, finer: int = 1) -> None:
         super().__init__(*args)
-        near = near.renewed()
         first, *second = self.group.members
-        self._size = finer * (POINTS[len(self.group.members)] - 1) + 1
+        self._size = finer * (SIZE - 1) // len(self.group.members) + 1
         fn = near.conditional(first, {})
         self._center, self._scale = (each.reshape(fn.batch_shape) for each in (fn.mean, fn.stddev))
         place = self._center + self._scale * grid_like(self._size, self._center)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 __all__ = ["PathScored", "PathShare"]
 
-_MEMORY = 0.95  # of averages, from step to step
+# share of past steps' averages that a step keeps, for averages over about 20 steps; at 0.995 they lag behind training
+MEMORY = 0.95
 
 
 class PathShare:
@@ -48,7 +49,7 @@ class PathShare:
         product, square = (other * own).sum(), own.square().sum()
         finite = (product + square).isfinite()
         self._product, self._square = (
-            torch.where(finite, _MEMORY * before.to(now) + now, before.to(now))
+            torch.where(finite, MEMORY * before.to(now) + now, before.to(now))
             for before, now in ((self._product, product), (self._square, square))
         )
 

@@ -37,7 +37,7 @@ FULL_DRAWS = 2
 def element_reads(
     first: FirstCall, inverse: Inverse, order: Collection[str]
 ) -> dict[str, dict[Hashable, tuple[tuple[bool, ...], ...]]]:
-    """Returns factor -> node, itself included -> for each of its elements, which elements of the node it reads.
+    """Returns factor -> node -> boolean rows, one for each element of the factor: which elements of the node it reads.
 
     Left out is what reads all, and the elements of blocks; nothing is found for an inverse that elimination in its
     order would not give, or where arguments other than data, a design matrix say, may bring another structure in
@@ -101,7 +101,7 @@ def _count(site: Mapping[str, Any] | None) -> int:
 def _reads(
     first: FirstCall, name: str, children: Sequence[str], counts: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Returns child -> which of its elements move with which ones of a site, a boolean ``(child's, its)``.
+    """Returns child -> boolean ``(elements of the child, elements of the site)``: which of them depend on each other.
 
     What no element is seen to read is changed all together once more; a child that then moves reads all.
     """

@@ -36,7 +36,7 @@ PRIOR_DRAWS = 16
 
 
 class FirstCall(NamedTuple):
-    """What the first call shows."""
+    """What a guide's first call shows of its model."""
 
     program: Program
     options: Options
@@ -83,11 +83,11 @@ class FirstCall(NamedTuple):
             return read_where_masked(self.nodes, latents, self.run)
 
     def within(self, name: str) -> str:
-        """Returns how the elements of a latent depend on each other: the option, but where it is too large."""
+        """Returns how a latent's elements depend on each other: the option, or "independent" if it is too large."""
         return "independent" if name in self.apart else self.options.within
 
     def mapped(self) -> FirstCall | None:
-        """Returns the call with the model mapped over draws, if it is written for one draw, and can be so.
+        """Returns the call with the model mapped over draws by vmap, if the model needs and allows that; else None.
 
         A loss that Pyro compiles could not be; called from there, there is none.
         """
@@ -121,7 +121,7 @@ def first_call(
     subsampled: Collection[str],
     random_layers: Sequence[nn.Module] = (),
 ) -> FirstCall:
-    """Returns what one call shows; leaves the model as it was, but not the random number generators.
+    """Returns what a first call shows. The model is left as it was; random number generators are not.
 
     Args:
         program: the model, and arguments that it runs with.
@@ -214,7 +214,7 @@ def _moving(options: Options, net: BayesNet, stacks: Mapping[str, list]) -> list
 
 
 def _outermost(stack: list, plates: Plates, along: Collection[str]) -> list[str]:
-    """Returns the outermost of some plates, of ``along`` if one is: the data of one row of a minibatch lie together."""
+    """Returns the outermost plate of a stack, or the one that is in ``along``, as a list of at most one."""
     names = sorted((frame.name for frame in stack), key=plates.order.index)
     return ([name for name in names if name in along] or names)[:1]
 
@@ -248,7 +248,7 @@ def _plates(stacks: Collection[list], net: BayesNet, subsampled: Collection[str]
 
 
 def data_features(first: FirstCall, name: str) -> Any:
-    """Returns what gives the features of an observed site."""
+    """Returns the encoding of an observed site: an object with ``features(value)``."""
     site, embeddings = first.nodes[name], first.options.embeddings
     if name in embeddings:
         return _Embedding(embeddings[name], site["fn"].event_dim)

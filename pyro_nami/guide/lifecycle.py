@@ -1,4 +1,4 @@
-"""A guide between calls: made at its first call, given data at each call; saved, copied, and moved to other modes.
+"""A guide between calls: made at its first call, saved, loaded, copied, and moved to another mode.
 
 As in Pyro, nothing is made before the first call.
 """
@@ -92,9 +92,6 @@ class LazyGuide(AutoGuide):
         plan, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
         self._plan, self.network = plan, network
         mode = self._options.mode or (Mode.AMORTIZED if plan.semi_observed else Mode.FIXED)
-        if mode is Mode.AMORTIZED and not network.simulated:
-            for group in network.groups:
-                group.vary()
         is_asked = self._options.mode is not None
         self._reader = CallReader(
             plan, self._options.covariates, self._options.index_maps, mode, is_asked
@@ -238,7 +235,7 @@ class LazyGuide(AutoGuide):
         )
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:
-        """Makes the options' mode that of a saved guide, if it was asked for, or found in training."""
+        """Takes over the mode of a saved guide, if its user asked for it or training found it."""
         if "mode" in state:
             mode = Mode(state["mode"])
             kept = mode if state.get("asked") or mode is Mode.MINIBATCHES else None
@@ -363,7 +360,7 @@ class LazyGuide(AutoGuide):
         return result
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What belongs to the weights: the mode, which covariates are read, and fingerprints of the data of training.
+        """Returns what is saved beside the weights: mode, covariates, and fingerprints of the training data.
 
         With ``save_data=True`` the arguments and data of training as well, if these are tensors and plain values.
         """

@@ -112,7 +112,7 @@ def _itself(value: Tensor) -> Tensor:
 def with_drawn_data(
     model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Sequence[str]
 ) -> Callable:
-    """Returns a model whose values at observed sites, if deterministic or a `Delta`, are draws; others as they are."""
+    """Returns a model whose observed sites that are deterministic, or a `Delta`, are draws; others are unchanged."""
     if isinstance(model, SimulatorModel) or not observed:
         return model
     sites: Mapping[str, Any] = {}

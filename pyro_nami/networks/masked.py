@@ -42,6 +42,7 @@ class Base(NamedTuple):
     hidden: float = math.inf  # of hidden units, as inputs of further hidden layers
     output: float = math.inf  # of hidden units, as inputs of rows
     paced: bool = False  # whether the output layer's weights have speeds, see `Pace`
+    patient: bool = False  # whether weights with speeds go by short steps until these agree
     # Of the first weights of a unit, times its inputs, in the lowest layer and above; by default 1, as inputs are
     # standardized, and that of He et al. 2015. Smaller ones start at smoother functions, as PyTorch does with 1/3.
     variances: tuple[float, float] = (1.0, 2.0)
@@ -133,15 +134,14 @@ class MaskedMLP(nn.Module):
         self.layer_names = (*(f"layer_{layer}" for layer in range(len(hidden))), "output")
         for name in ("units", "bias_units"):
             self.register_buffer(name, torch.ones(self.out_features, **factory))
-        masks = [F.pad(mask, (0, 1), value=True) for mask in (*hidden, output)]
-        for name, multiplier in zip(self.layer_names, self._multipliers(masks, base)):
+        for name, multiplier in zip(self.layer_names, self._multipliers((*hidden, output), base)):
             self.register_buffer(f"{name}_mask", multiplier.to(self.units), persistent=False)
             self.register_parameter(name, nn.Parameter(self.units.new_empty(multiplier.shape)))
         self.register_buffer("_output_scale", None, persistent=False)
         self._scale_output()
         self.pace = Pace(self._paced()) if base.paced else None
         if self.pace is not None:
-            self.pace.patient[:, :-1] = True
+            self.pace.patient[:, :-1] = base.patient
         self.reset_parameters()
 
     @property
@@ -211,33 +211,19 @@ class MaskedMLP(nn.Module):
     # Multipliers
 
     def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
-        """Returns what weights are multiplied by, from masks (or multipliers) of all layers."""
-        *hidden, output = (mask != 0 for mask in masks)
+        """Returns what the parameters of each layer are multiplied by; the bias, their last column, by one."""
+        *hidden, output = masks
         limits = (base.inputs, *[base.hidden] * len(hidden))
-        parts = [
-            [_shares(mask[:, :-1], limit), mask[:, -1:]] for mask, limit in zip(hidden, limits)
-        ]
-        units, direct = output[:, : self._num_units], output[:, self._num_units : -1]
-        parts.append([_shares(units, base.output), _shares(direct, base.inputs), output[:, -1:]])
-        return [torch.cat(layer, -1) for layer in parts]
+        parts = [[_shares(mask, limit)] for mask, limit in zip(hidden, limits)]
+        units, direct = output[:, : self._num_units], output[:, self._num_units :]
+        parts.append([_shares(units, base.output), _shares(direct, base.inputs)])
+        return [F.pad(torch.cat(layer, -1), (0, 1), value=1.0) for layer in parts]
 
     def _scale_output(self) -> None:
         """Puts the units into the multipliers of the output layer."""
         mask: Any = self._buffers["output_mask"]
         units, bias_units = self.units.unsqueeze(-1), self.bias_units.unsqueeze(-1)
         self._output_scale = torch.cat((mask[:, :-1] * units, mask[:, -1:] * bias_units), -1)
-
-    @torch.no_grad()
-    def rebase(self, base: Base) -> None:
-        """Divides weights beyond another base, and multiplies the parameters so that nothing else changes."""
-        old = [getattr(self, f"{name}_mask") for name in self.layer_names]
-        for name, before, now in zip(self.layer_names, old, self._multipliers(old, base)):
-            now = now.to(before)
-            getattr(self, name).mul_(torch.where(now != 0, before / now, 1.0))
-            self.register_buffer(f"{name}_mask", now, persistent=False)
-        self._scale_output()
-        if self.pace is not None:
-            self.pace.restart()
 
     def set_units(self, units: Tensor | None = None, bias_units: Tensor | None = None) -> None:
         """Sets the units of all rows, ``(outputs,)`` each, and leaves the parameters as they are."""

@@ -36,8 +36,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ROWS = 1024  # of a wide matrix that are looked at in one go
-
 
 class Steps(NamedTuple):
     """Where each step begins: step s owns columns ``columns[s]:columns[s + 1]``, and rows likewise."""
@@ -81,9 +79,9 @@ def distinct_labels(dependency: Tensor) -> Tensor:
 
     They are ordered by their last column, so by the step at which they are complete; ties keep the order of rows.
     """
-    packed = np.packbits(dependency.numpy(force=True), axis=1)
-    rows = {row.tobytes(): i for i, row in reversed([*enumerate(packed)]) if row.any()}
-    labels = dependency.cpu()[sorted(rows.values())]
+    rows = dependency[dependency.any(1)]
+    _, first = np.unique(np.packbits(rows.numpy(), axis=1), axis=0, return_index=True)
+    labels = rows[np.sort(first)]
     return labels[
         torch.tensor(_last_columns(labels), dtype=torch.long, device="cpu").argsort(stable=True)
     ]
@@ -124,21 +122,15 @@ def layer_masks(dependency: Tensor, hidden_features: Sequence[int]) -> LayerMask
         >>> masks.hidden[0].int().tolist(), masks.output.int().tolist()  # row 0 reads the unit of column 0 alone
         ([[1, 0], [1, 1]], [[1, 0], [1, 1]])
     """
-    dependency = dependency.cpu()
     labels = distinct_labels(dependency)
-    last, nested = _last_columns(labels), _contained(labels, labels)
+    last = _last_columns(labels)
     units = [allot_labels(labels, width) for width in hidden_features]
-    hidden = [labels[each] for each in units[:1]]
-    hidden += [nested[above][:, below] for below, above in pairwise(units)]
-    rows = (
-        (_contained(labels, part)[:, units[-1]] for part in dependency.split(_ROWS))
-        if units
-        else ()
-    )
-    output = torch.cat([*rows]) if units else dependency
-    return LayerMasks(
-        tuple(hidden), output, tuple(tuple(last[unit] for unit in each.tolist()) for each in units)
-    )
+    sets = [labels[each] for each in units]
+    if not sets:
+        return LayerMasks((), dependency, ())
+    hidden = sets[:1] + [_contained(below, above) for below, above in pairwise(sets)]
+    last_columns = tuple(tuple(last[unit] for unit in each.tolist()) for each in units)
+    return LayerMasks(tuple(hidden), _contained(sets[-1], dependency), last_columns)
 
 
 def jacobian_support(masks: Sequence[Tensor]) -> Tensor:
@@ -147,18 +139,15 @@ def jacobian_support(masks: Sequence[Tensor]) -> Tensor:
     Args:
         masks: boolean tensors ``(units, units of the layer below)``, from the lowest layer to the output.
     """
-    reached = masks[0].float()
+    reached = masks[0]
     for mask in masks[1:]:
-        reached = torch.cat([(part.float() @ reached).clamp(max=1.0) for part in mask.split(_ROWS)])
-    return reached > 0
+        reached = mask.float() @ reached.float() > 0
+    return reached
 
 
 def check_width(dependency: Tensor, masks: Sequence[Tensor]) -> None:
     """Raises ``ValueError`` unless every dependency has a path through a stack of masks."""
-    parts = zip(dependency.split(_ROWS), masks[-1].split(_ROWS))
-    missing = sum(
-        int((rows & ~jacobian_support([*masks[:-1], part])).sum()) for rows, part in parts
-    )
+    missing = int((dependency & ~jacobian_support(masks)).sum())
     if missing:
         widths = [len(mask) for mask in masks[:-1]]
         enough = int(_irreducible(distinct_labels(dependency)).sum())
@@ -176,9 +165,7 @@ def unit_steps(last_columns: Sequence[int], steps: Steps) -> tuple[int, ...]:
 
 def _irreducible(labels: Tensor) -> Tensor:
     """Says which labels hold a column that no strictly smaller label inside them holds, ``(labels,)``."""
-    smaller = _contained(labels, labels) & ~torch.eye(
-        len(labels), dtype=torch.bool, device=labels.device
-    )
+    smaller = _contained(labels, labels).fill_diagonal_(False)
     union = smaller.float() @ labels.float() > 0
     return (union != labels).any(-1)
 
@@ -189,7 +176,7 @@ def _contained(smaller: Tensor, larger: Tensor) -> Tensor:
 
 
 def _evenly(count: int, width: int) -> Tensor:
-    """Returns ``width`` ascending indices spread evenly over ``range(count)``, all of them if there is room."""
+    """Returns ``width`` ascending indices spread evenly over ``range(count)``; none if that is empty."""
     return (
         (2 * torch.arange(width if count else 0, device="cpu") + 1) * count // (2 * max(width, 1))
     )
@@ -197,5 +184,4 @@ def _evenly(count: int, width: int) -> Tensor:
 
 def _last_columns(labels: Tensor) -> list[int]:
     """Returns the index of the last column in each nonempty label."""
-    positions = torch.arange(labels.shape[1], device=labels.device).expand(labels.shape)
-    return positions.masked_fill(~labels, -1).amax(-1).tolist() if labels.numel() else []
+    return [int(label.nonzero()[-1]) for label in labels]

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 __all__ = ["Pace"]
 
-_EVERY = 4  # steps between two looks
-_SHARE = 0.06  # of the latest look in the averages
-_SLOWEST, _FASTEST = 0.1, 16.0
-# step that a speed leads to, as all of these a mean of `_EVERY` signed ones
-_SHORTEST, _LONGEST = 0.002, 0.05
-_GROWTH = 1.25  # of a speed between two looks, at most
-_BURST = 3.0  # of its usual steps, that a patient parameter takes in one at most
-_REST = 0.001  # step of a patient parameter while its steps do not agree, if not said otherwise
+LOOK_EVERY = 4  # steps between two looks at the speeds
+SHARE = 0.06  # of the latest look in the averages
+MIN_SPEED = 0.1  # in units of the optimizer's step
+MAX_SPEED = 16.0
+MIN_STEP = 0.002  # to which a speed leads, in units of the parameter, as a mean of `LOOK_EVERY` signed steps
+MAX_STEP = 0.05
+MAX_GROWTH = 1.25  # factor of a speed between two looks
+MAX_BURST = 3.0  # one step of a patient parameter, in units of its usual ones
+REST = MIN_STEP / 2  # step of a patient parameter while its steps do not agree, by default
 
 
 class Pace(nn.Module):
@@ -52,7 +53,7 @@ class Pace(nn.Module):
     _moved: Tensor
     _last: Tensor
 
-    def __init__(self, like: Tensor, rest: float = _REST) -> None:
+    def __init__(self, like: Tensor, rest: float = REST) -> None:
         super().__init__()
         self._rest = rest
         self.register_buffer("speed", torch.ones_like(like))
@@ -75,32 +76,32 @@ class Pace(nn.Module):
         if self._steps and 0 <= changes <= known:
             step = parameter - self._last
             self._moved += step
-            usual = (_BURST * self.speed * self._length).clamp(min=self._rest)
-            most = torch.where(self.patient | self.shared, usual, step.abs().clamp(min=_LONGEST))
+            usual = (MAX_BURST * self.speed * self._length).clamp(min=self._rest)
+            most = torch.where(self.patient | self.shared, usual, step.abs().clamp(min=MAX_STEP))
             parameter += (step * self.speed).clamp(-most, most) - step
-            if self._steps % _EVERY == 0:
-                self._look(self._moved / _EVERY)
+            if self._steps % LOOK_EVERY == 0:
+                self._look(self._moved / LOOK_EVERY)
                 self._moved.zero_()
         self._last.copy_(parameter)
         self._steps += 1
         self._version = parameter._version
 
     def _look(self, step: Tensor) -> None:
-        first = self._steps == _EVERY
-        share = 1.0 if first else _SHARE
+        first = self._steps == LOOK_EVERY
+        share = 1.0 if first else SHARE
         self._drift.lerp_(step, share)
         self._length.lerp_(step.abs(), share)
         length = self._length.clamp(min=1e-30)
         lead = 2 * (self._drift.abs() / length).clamp(max=1.0) - 1
         rest = torch.where(self.patient | self.shared, (self._rest / length).clamp(max=1.0), 1.0)
-        fastest = torch.maximum(_LONGEST / length - self.shared.to(step), rest).clamp(max=_FASTEST)
-        slowest = (_SHORTEST / length).clamp(_SLOWEST, 1.0)
+        fastest = torch.maximum(MAX_STEP / length - self.shared.to(step), rest).clamp(max=MAX_SPEED)
+        slowest = (MIN_STEP / length).clamp(MIN_SPEED, 1.0)
         wanted = torch.lerp(rest, fastest, lead.clamp(min=0.0).square()) * slowest ** (-lead).clamp(
             min=0.0
         )
         if first:
             self.speed.clamp_(max=rest)
-        self.speed.copy_(wanted.clamp(self.speed / _GROWTH, self.speed * _GROWTH))
+        self.speed.copy_(wanted.clamp(self.speed / MAX_GROWTH, self.speed * MAX_GROWTH))
 
     def restart(self) -> None:
         """Forgets where the parameters were, as something else than the optimizer has moved them."""

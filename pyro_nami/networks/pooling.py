@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_nami.networks.reductions import Counts, Reduction
+from pyro_nami.networks.reductions import Reduction
 
 __all__ = [
     "ENCODERS",
@@ -51,7 +51,7 @@ class SetEncoder(nn.Module):
 
     # Sizes of the smallest and the largest set that gradients have come back from. What depends on a count outside is
     # extrapolation, so the logarithm of the count is held within this range.
-    trained: Counts | None = None
+    trained: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -103,16 +103,18 @@ class SetEncoder(nn.Module):
             ``(*sets, num_features)``, last log(1 + number of instances), or the nearest of ``trained``.
         """
         pooled = self.pool(x, over, self.weights() if weights is None else weights)
-        count = over.count(x) if self.trained is None else over.count(x).clamp(*self.trained)
-        features = torch.cat((pooled, count.log1p().expand(*pooled.shape[:-1], 1)), -1)
+        count = over.count(x)
+        held = count if self.trained is None else count.clamp(*self.trained)
+        features = torch.cat((pooled, held.log1p().expand(*pooled.shape[:-1], 1)), -1)
         if features.requires_grad:
-            features.register_hook(functools.partial(self._train_on, over.counts(x)))
+            features.register_hook(functools.partial(self._train_on, count))
         return features
 
-    def _train_on(self, counts: Counts, gradient: Tensor) -> None:
-        """Notes that the encoder learns, as a hook of what it returned."""
-        least, most = self.trained or counts
-        self.trained = min(least, counts[0]), max(most, counts[1])
+    def _train_on(self, count: Tensor, gradient: Tensor) -> None:
+        """Notes that the encoder learns from sets of these sizes, as a hook of what it returned."""
+        if count.numel():
+            sizes = (*(self.trained or ()), int(count.min()), int(count.max()))
+            self.trained = min(sizes), max(sizes)
 
     def get_extra_state(self) -> list[int]:
         """Returns ``trained``, as plain numbers."""

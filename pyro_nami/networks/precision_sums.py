@@ -17,7 +17,9 @@ from pyro_nami.networks.reductions import Reduction
 
 __all__ = ["PrecisionSums"]
 
-_MAX_LOG_PRECISION = 10.0
+MAX_LOG_PRECISION = (
+    10.0  # of one instance, as a natural logarithm: one instance shall not outweigh all others
+)
 
 
 class PrecisionSums(nn.Module):
@@ -63,7 +65,7 @@ class PrecisionSums(nn.Module):
         (weight,) = self.weights() if weights is None else weights
         x = x.movedim(over.axis, -1)  # products are fast where the instances are contiguous
         log_precision, slope = (weight[:, :-1] @ x + weight[:, -1:]).chunk(2, -2)
-        force = F.hardtanh(log_precision, -_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
+        force = F.hardtanh(log_precision, -MAX_LOG_PRECISION, MAX_LOG_PRECISION).exp() * slope
         sums = over.products(force, torch.cat((x, torch.ones_like(x[..., :1, :])), -2))
         # As q is linear in the inputs; rounding may take what is next to nothing below zero.
         squares = (sums * weight[self.heads :].unsqueeze(-1)).sum(-2, keepdim=True).clamp(min=0)

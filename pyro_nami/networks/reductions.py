@@ -13,10 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Along", "Counts", "Reduction", "Segments"]
-
-
-Counts = tuple[int, int]  # numbers of instances of the smallest and of the largest of some sets
+__all__ = ["Along", "Reduction", "Segments"]
 
 
 class Along:
@@ -57,10 +54,6 @@ class Along:
     def count(self, x: Tensor) -> Tensor:
         """Returns the number of instances of each set, of shape ``(1,)``."""
         return x.new_full((1,), x.shape[self.axis])
-
-    def counts(self, x: Tensor) -> Counts:
-        """Returns the numbers of instances of the smallest and the largest set of x."""
-        return x.shape[self.axis], x.shape[self.axis]
 
 
 class Segments(Along):
@@ -107,9 +100,6 @@ class Segments(Along):
         """Returns the number of instances of each set, ``(num_segments, ..., 1)`` with the dims from ``dim`` on."""
         return self._sizes.to(x.dtype)
 
-    def counts(self, x: Tensor) -> Counts:
-        return self._range
-
     def _sum(self, x: Tensor, axis: int) -> Tensor:
         return x.new_zeros(_resized(x, axis, self.num_segments)).index_add(axis, self.index, x)
 
@@ -128,11 +118,6 @@ class Segments(Along):
         return torch.bincount(self.index, minlength=self.num_segments).view(
             -1, *(1,) * (-self.axis - 1)
         )
-
-    @cached_property
-    def _range(self) -> Counts:
-        least, most = self._sizes.aminmax() if self.num_segments else (0, 0)
-        return int(least), int(most)
 
 
 Reduction = Along

@@ -7,18 +7,18 @@ posterior does, varies by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 __all__ = ["Running", "center_and_spread", "tempered"]
 
-_FAR, _NEAR = 10.0, 2.0
-# that quantiles are taken of; older torch refuses more
-_MOST_ROWS, _MOST_NUMBERS = 100_000, 16_000_000
-_OFTEN, _SELDOM = 64, 8  # the first updates are made in every pass, later ones in one of some
-_LEAST_SHARE = 0.05
+MAX_LINEAR = 10.0  # size up to which features are left as they are, in units of their spread
+FAR = 2.0  # size of centered inputs, in their units, from which the units are widened
+MIN_SHARE = 0.05  # of a new value in the averages
+SELDOM = 8  # passes from one update to the next, once the averages have settled
 
 
 def center_and_spread(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,8 +30,8 @@ def center_and_spread(rows: Tensor) -> tuple[Tensor, Tensor]:
         >>> center_and_spread(torch.arange(101.0).unsqueeze(-1))
         (tensor([50.]), tensor([34.]))
     """
-    some = rows[: min(_MOST_ROWS, _MOST_NUMBERS // max(1, rows.shape[-1]))]
-    low, center, high = torch.quantile(some, torch.tensor([0.16, 0.5, 0.84]).to(rows), dim=0)
+    quantiles = np.quantile(rows.numpy(force=True), [0.16, 0.5, 0.84], axis=0)
+    low, center, high = torch.as_tensor(quantiles).to(rows)
     spread = (high - low) / 2
     flat = ~(spread > 1e-6 * center.abs()) | ~spread.isfinite()
     return center, torch.where(flat, rows.std(0), spread)
@@ -73,50 +73,46 @@ class Running(nn.Module):
         return tempered((x - self.center[first:last]) / self.scale[first:last])
 
     @property
-    def due(self) -> bool:
-        """Whether the coming pass shall be used for an update."""
-        return self.passes < _OFTEN or self.passes % _SELDOM == 0
-
-    @property
     def share(self) -> float:
         """Weight of a new value in the averages."""
-        return max(1 / (2 + self.passes), _LEAST_SHARE)
+        return max(1 / (2 + self.passes), MIN_SHARE)
+
+    @property
+    def due(self) -> bool:
+        """Whether the coming pass shall update the averages: every pass at first, one of `SELDOM` later."""
+        return self.share > MIN_SHARE or self.passes % SELDOM == 0
 
     @torch.no_grad()
     def settle(self, x: Tensor, first: int, last: int) -> None:
-        """Centers inputs on what they are now; once they are, takes units in which what they are now is not far.
+        """Centers inputs on their present mean; if they were centered before, widens units in which they are far off.
 
-        At one step of an optimizer a network's output moves the further the larger its inputs are.
+        The larger the inputs, the further one step of an optimizer moves a network's output.
         """
-        x = x.reshape(-1, x.shape[-1])
-        far = (x - self.center[first:last]).square().mean(0).sqrt()
-        wide = {"scale": torch.where(far > _NEAR, far, self.scale[first:last])}
-        self._replace(wide if self.settled else {"center": x.mean(0)}, slice(first, last))
+        x, part = x.reshape(-1, x.shape[-1]), slice(first, last)
+        if not self.settled:
+            self._replace("center", part, x.mean(0))
+            return
+        far = (x - self.center[part]).square().mean(0).sqrt()
+        self._replace("scale", part, torch.where(far > FAR, far, self.scale[part]))
 
     @torch.no_grad()
     def update(self, x: Tensor, first: int, last: int) -> None:
         """Takes inputs ``first`` to ``last - 1`` of a pass into the averages."""
         part, share = slice(first, last), self.share
         x = x.reshape(-1, x.shape[-1])
-        old = {name: getattr(self, name)[part] for name in ("center", "variance", "scale")}
-        off = x.mean(0) - old["center"]
+        off = x.mean(0) - self.center[part]
         seen = x.var(0, correction=0) + (1 - share) * off.square()
-        variance = old["variance"] + share * (seen - old["variance"])
-        new = {"center": old["center"] + share * off, "variance": variance}
-        new["scale"] = torch.maximum(variance.sqrt(), self.floor[part])
-        self._replace(
-            {
-                name: torch.where(self.follows[part], value, old[name])
-                for name, value in new.items()
-            },
-            part,
-        )
+        variance = self.variance[part].lerp(seen, share)
+        scale = torch.maximum(variance.sqrt(), self.floor[part])
+        center = self.center[part] + share * off
+        for name, value in (("center", center), ("variance", variance), ("scale", scale)):
+            self._replace(name, part, value.where(self.follows[part], getattr(self, name)[part]))
 
-    def _replace(self, values: Mapping[str, Tensor], part: slice) -> None:
-        for name, value in values.items():
-            whole = getattr(self, name).clone()  # a backward pass under way may need the old tensor
-            whole[part] = value
-            setattr(self, name, whole)
+    def _replace(self, name: str, part: slice, value: Tensor) -> None:
+        """Sets a part of a buffer, in a copy, as a backward pass under way may need the old tensor."""
+        whole = getattr(self, name).clone()
+        whole[part] = value
+        setattr(self, name, whole)
 
     def get_extra_state(self) -> list[int]:
         """Returns ``passes`` and ``settled``, as plain numbers."""
@@ -136,5 +132,5 @@ def tempered(features: Tensor) -> Tensor:
         >>> tempered(torch.tensor([-2.0, 10.0, 1e6])).round()
         tensor([-2., 10., 25.])
     """
-    inside = features.clamp(-_FAR, _FAR)
+    inside = features.clamp(-MAX_LINEAR, MAX_LINEAR)
     return inside + (features - inside).asinh()

@@ -37,22 +37,24 @@ from pyro_nami.parameters.conditioning import Pooled, Source
 
 __all__ = ["Additions", "PseudoObservations", "expert", "initial_expert", "initial_rows"]
 
-_RANGE = 30.0
+MAX_LOG = 30.0  # size of log precisions: beyond, single precision overflows in products
 _RAW_ONE = math.log(math.expm1(1.0))  # the raw scale that stands for one
-_FIRST_SHARE = 1e-3  # of a factor's precision at the first step, that pseudo-observations bring
+FIRST_SHARE = (
+    1e-3  # of a factor's first precision, that pseudo-observations bring: more would move its start
+)
 
 
 class PseudoObservations(NamedTuple):
-    """Those of one factor that the instances of one source are.
+    """The pseudo-observations of one factor that the instances of one source stand for.
 
-    The sets are summed for several *heads*. Those of the factor are one an element; one an element of each member, if
-    the factor is a block and the source holds one set for every member.
+    The sets are summed for several *heads*. A factor has one head an element; or one an element of each member, if it
+    is a block and the source holds one set for every member.
     """
 
     source: Source  # as the factor reads it
     pooled: Pooled  # the sets of instances in it
     first: int  # the first of the factor's heads
-    heads: int  # how many these are
+    heads: int  # the number of the factor's heads
     num_inputs: int  # inputs of an instance
 
     @property
@@ -67,7 +69,7 @@ class PseudoObservations(NamedTuple):
 
 
 class Additions(NamedTuple):
-    """What adds to the rows of one factor's elements in one call.
+    """Offsets and sums of pseudo-observations, which are added to the rows of one factor in one call.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])  # location, raw scale; c, w_0, w
@@ -99,7 +101,7 @@ class Additions(NamedTuple):
         added: Any = 0.0
         for part, total in zip(parts, self.totals):
             if total is not None:
-                sums, weight = total[..., at, :], part[..., 0].clamp(-_RANGE, _RANGE).exp()
+                sums, weight = total[..., at, :], part[..., 0].clamp(-MAX_LOG, MAX_LOG).exp()
                 precision = weight * sums[..., 0]
                 mean = weight * (part[..., 1:] * sums[..., 1:]).sum(-1) - shift * precision
                 added = added + torch.stack((scale * scale * precision, scale * mean), -1)
@@ -124,7 +126,7 @@ def initial_rows(
     for count, each in zip(counts, pseudo):
         rows = location.new_zeros(len(location), each.num_params)
         rows[:, 0] = (
-            math.log(_FIRST_SHARE / (max(count, 1.0) * len(pseudo)))
+            math.log(FIRST_SHARE / (max(count, 1.0) * len(pseudo)))
             - 2 * math.log(scale)
             - 2 * spread.log()
         )
@@ -145,7 +147,7 @@ def expert(params: Tensor, num_params: int) -> Tensor:
         tensor([[0.0000, 0.5400, 1.0000, 2.0000]])
     """
     location, raw = params[..., 0], params[..., 1]
-    precision = relative_scale(raw.clamp(min=-_RANGE / 2)).square().reciprocal()
+    precision = relative_scale(raw.clamp(min=-MAX_LOG / 2)).square().reciprocal()
     own = torch.stack((torch.zeros_like(location), torch.full_like(location, _RAW_ONE)), -1)
     added = torch.stack((precision, precision * location), -1)
     rest, more = params[..., 2:num_params], params[..., num_params:]

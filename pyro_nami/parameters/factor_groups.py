@@ -38,7 +38,10 @@ __all__ = [
     "with_pseudo_observations",
 ]
 
-_MOST_PSEUDO_INPUTS, _MOST_PSEUDO_ROWS = 128, 8192
+MAX_PSEUDO_INPUTS = (
+    128  # of an instance that is a pseudo-observation; weights grow with their number
+)
+MAX_PSEUDO_ROWS = 8192  # likewise, times the elements of the factor
 
 
 Dependence = Literal["independent", "sequential", "linear"] | tuple[int, int]
@@ -50,7 +53,9 @@ class Factor(NamedTuple):
     name: Any  # the latent's: any hashable
     batch: frozenset  # its plates that are dims of the network rather than elements of the factor
     joint: tuple[str, ...]  # those that are flattened into its elements, outermost first
-    num_elements: int  # those of its instances in ``joint``, one after the other
+    num_elements: (
+        int  # of an instance, times the instances in ``joint``, one instance after the other
+    )
     num_params: int  # parameters an element, of its family
     num_features: int  # features an element
     sources: tuple[Source, ...]  # what it reads
@@ -59,9 +64,9 @@ class Factor(NamedTuple):
     # How elements depend on each other: not at all; drawn one by one, given those before; or drawn at once, from noise
     # that a linear map couples, or splines in sequence, (how many, of how many bins).
     dependence: Dependence = "independent"
-    # those of it that instances of its pooled sources are
+    # the pseudo-observations of it that instances of its pooled sources stand for
     pseudo: tuple[PseudoObservations, ...] = ()
-    # node -> which of its elements each element reads, if few
+    # node -> for each element of the factor, which elements of the node it reads; nodes that are not read in full
     parts: Mapping[Any, tuple[tuple[bool, ...], ...]] = {}
 
     @property
@@ -93,9 +98,9 @@ def num_inputs(source: Pooled, sizes: Mapping[Source, int]) -> int:
 def with_pseudo_observations(
     factors: Sequence[Factor], adding: Collection[Any], sizes: Mapping[Source, int]
 ) -> tuple[list[Factor], dict[Pooled, int]]:
-    """Returns factors, those in ``adding`` with their pseudo-observations, and the number of heads that sets have.
+    """Returns the factors with pseudo-observations for factors in ``adding``, and pooled source -> number of heads.
 
-    A block's are in sets of its members' own only, which it reads side by side.
+    A block takes pseudo-observations from sets of its members' own only, which it reads side by side.
     """
     heads: dict[Pooled, int] = {}
     found = []
@@ -107,14 +112,14 @@ def with_pseudo_observations(
                 continue
             width, first = num_inputs(pooled, sizes), heads.get(pooled, 0)
             count = factor.num_elements * sizes[pooled] // sizes[source]
-            if width <= _MOST_PSEUDO_INPUTS and width * factor.num_elements <= _MOST_PSEUDO_ROWS:
+            if width <= MAX_PSEUDO_INPUTS and width * factor.num_elements <= MAX_PSEUDO_ROWS:
                 heads[pooled] = first + count
                 pseudo.append(PseudoObservations(source, pooled, first, count, width))
             else:
                 warn(
                     f"Site '{factor.name}' takes no evidence from the instances of plate '{pooled.plate}': {width} "
-                    f"inputs by {factor.num_elements} elements are more than {_MOST_PSEUDO_INPUTS}, or than "
-                    f"{_MOST_PSEUDO_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
+                    f"inputs by {factor.num_elements} elements are more than {MAX_PSEUDO_INPUTS}, or than "
+                    f"{MAX_PSEUDO_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
                     "features would let it."
                 )
         found.append(factor._replace(pseudo=tuple(pseudo)))

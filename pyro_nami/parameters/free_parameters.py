@@ -23,19 +23,21 @@ from pyro_nami.networks.pace import Pace
 
 __all__ = ["MOST_COUPLED", "FreeParameters", "coupling_units"]
 
-MOST_COUPLED = 1024  # elements
-_BASE = 0.5  # elements before it that a row of a coupling may read before its weights are divided
+MOST_COUPLED = (
+    1024  # elements that a linear map couples: their number squared is that of its weights
+)
+BASE = 0.5  # elements that a row of a coupling may read before its weights are divided, see `networks.Base`
 
 
 class FreeParameters(PyroModule):
-    """A tensor ``units * parameter`` of each of some factors, zero at first.
+    """A tensor ``units * parameter`` for each of some factors, zero at first.
 
     Args:
-        kind: by which parameters are named.
-        units: factor -> what its parameters are multiplied by; ``persistent`` says whether this belongs to the state.
-        plates: factor -> the plates, with their batch dims and full sizes, whose instances each have some of their own.
+        kind: prefix of the parameters' names.
+        units: factor -> the units of its parameters; ``persistent`` says whether they belong to the state.
+        plates: factor -> plates, with batch dims and full sizes, of which each instance has parameters of its own.
         nesting: number of plate dims.
-        rest: by what steps parameters move until these agree, see `Pace`; as the optimizer moves them by default.
+        rest: step of parameters until steps agree, see `Pace`; by default the optimizer's own steps.
 
     Example:
         >>> offsets = FreeParameters("offset", {"z": torch.ones(1, 2)}, {"z": {"rows": (-1, 5)}}, nesting=1)
@@ -88,7 +90,7 @@ class FreeParameters(PyroModule):
 
 def coupling_units(size: int, like: Tensor) -> Tensor:
     """Returns the units of a coupling, ``(size, size)``: zero but below the diagonal, less in rows that read more."""
-    before = torch.arange(size, device=like.device).to(like).clamp(min=_BASE) / _BASE
+    before = torch.arange(size, device=like.device).to(like).clamp(min=BASE) / BASE
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril(-1) / before.unsqueeze(
         -1
     )

@@ -24,12 +24,14 @@ from pyro_nami.parameters.conditioning import nodes_of, pooled_part
 from pyro_nami.parameters.factor_groups import Factor, InputColumns, NetworkStep, dependency
 from pyro_nami.parameters.spline_stack import SplineStack
 
-__all__ = ["GroupNetwork", "Place", "TooLargeError"]
+__all__ = ["GroupNetwork", "PlacedFactor", "TooLargeError"]
 
-# What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
-# own guides are, at the rates that suit these. Simulations are few, and smooth functions serve others as well.
+# What weights are divided beyond: where a guide is compiled on simulations; where it is trained on one data set as
+# Pyro's own guides are, at the rates that suit these; and where it is, but data vary, which weights have to tell apart.
+# Simulations are few, and smooth functions serve others as well.
 _COMPILED = Base(32.0, 64.0, 8.0, variances=(1 / 3, 1 / 3))
-_TRAINED = Base(1.0, 8.0, 0.25, paced=True)
+_TRAINED = Base(1.0, 8.0, 0.25, paced=True, patient=True)
+_VARYING = Base(32.0, 64.0, 8.0, paced=True)
 # unit of rows that are no locations: how scales move with other latents matters less, and is noisier
 SHAPE_UNIT = 0.1
 # least scale of an input, in units of its spread at the first call: of a single latent, and of what is pooled
@@ -43,7 +45,7 @@ MAX_BYTES_TRAINED = 5e7
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class PlacedFactor:
     """A factor's place in the network of its group."""
 
     factor: Factor
@@ -91,6 +93,7 @@ class GroupNetwork:
         steps: as planned.
         latents: the nodes that are no data.
         simulated: whether the guide is trained on simulations rather than on data.
+        varying: whether data differ from step to step, without being simulated.
         hidden_features, skip, options: of the network.
         factory: its dtype and device.
     """
@@ -102,6 +105,7 @@ class GroupNetwork:
         latents: Collection[Any],
         *,
         simulated: bool,
+        varying: bool,
         hidden_features: Sequence[int],
         factory: Mapping[str, Any],
         skip: bool = True,
@@ -124,7 +128,7 @@ class GroupNetwork:
             skip = False
         units = sum(hidden_features[-1:]) if inputs else 0
         _check_memory(factors, (inputs if skip else 0) + units + 1, column_bytes, most)
-        base = _COMPILED if simulated else _TRAINED
+        base = _COMPILED if simulated else _VARYING if varying else _TRAINED
         self.places = self._places(hidden_features, base, factory)
         self.mlp = MaskedMLP(
             self.reads,
@@ -142,7 +146,7 @@ class GroupNetwork:
 
     def _places(
         self, hidden_features: Sequence[int], base: Base, factory: Mapping[str, Any]
-    ) -> dict[Any, Place]:
+    ) -> dict[Any, PlacedFactor]:
         """Returns factor -> its place, with splines in sequence where it has some."""
         head = {name: i for i, step in reversed([*enumerate(self.steps)]) for name in step.rows}
         counts = (factor.num_elements * factor.num_rows for factor in self.factors)
@@ -161,13 +165,13 @@ class GroupNetwork:
                     base=base,
                     **factory,
                 )
-            places[factor.name] = Place(factor, self, head[factor.name], first, stack, read)
+            places[factor.name] = PlacedFactor(factor, self, head[factor.name], first, stack, read)
         return places
 
     def _standardization(
         self, columns: Sequence[InputColumns], latents: frozenset[Any], simulated: bool
     ) -> Running:
-        """Returns averages of inputs: training goes on to standardize latents wholly, and data not at all."""
+        """Returns the running averages of inputs: those of latents follow training, and those of data do not."""
         floor: list[float] = []
         follows: list[bool] = []
         for source, first, last, _ in columns:
@@ -182,7 +186,7 @@ class GroupNetwork:
         return [column for step in self.steps[begin:stop] for column in step.columns]
 
     def blocks(self, begin: int, stop: int) -> Mapping[Any, int]:
-        """Returns the factors that steps ``begin`` to ``stop - 1`` give rows for, with the number of rows of each."""
+        """Returns factor -> the number of rows that steps ``begin`` to ``stop - 1`` give it."""
         sizes = Counter[Any]()
         for step in self.steps[begin:stop]:
             sizes.update(step.rows)
@@ -194,9 +198,10 @@ class GroupNetwork:
         return biases - biases.detach()
 
     def standardize(self, x: Tensor, moving: Collection[Any]) -> None:
-        """Takes inputs ``(*batch, columns)`` in units of these, but for those that are all zero or one.
+        """Standardizes inputs by the mean and standard deviation of ``x``, ``(*batch, columns)``, of simulations.
 
-        What comes from encoders is left as it is, as their weights will move it: that of sets, and of ``moving`` nodes.
+        Columns of zeros and ones are left as they are, and so are columns that encoders give, whose weights will move
+        them: features of sets, and of ``moving`` nodes.
         """
         x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         center, scale = x.mean(0), x.std(0)
@@ -208,7 +213,7 @@ class GroupNetwork:
         self.running.scale = scale.masked_fill(left, 1.0)
 
     def learn(self, innovations: Mapping[Any, Tensor]) -> None:
-        """Takes draws ``(*batch, elements)`` of factors, relative to their anchors, into the units of locations."""
+        """Updates the units of locations by draws ``(*batch, elements)`` of factors, relative to their anchors."""
         share = self.running.share
         bias, units = self.mlp.output_bias(), self.mlp.units.clone()
         for name in self.places.keys() & innovations.keys():
@@ -233,19 +238,12 @@ class GroupNetwork:
         """All its perceptrons."""
         return [self.mlp, *(layer for stack in self.stacks for layer in stack.layers)]
 
-    def vary(self) -> None:
-        """Lets the networks learn from data that vary: weights are divided beyond other widths from now on."""
-        for mlp in self.networks:
-            mlp.rebase(_COMPILED)
-            for flags in (mlp.pace.patient, mlp.pace.shared):
-                flags.zero_()  # offsets go, and weights have to tell the data apart
-
 
 class TooLargeError(ValueError):
     """Raised for networks that would take more memory than is sensible.
 
     Attributes:
-        largest: the latents without which they would not, largest first.
+        largest: the latents to leave out, so that the other networks fit; largest first.
     """
 
     def __init__(self, message: str, largest: list[Any]) -> None:

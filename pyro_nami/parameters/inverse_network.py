@@ -44,7 +44,7 @@ from pyro_nami.parameters.factor_groups import (
     with_pseudo_observations,
 )
 from pyro_nami.parameters.free_parameters import FreeParameters, coupling_units
-from pyro_nami.parameters.group_network import GroupNetwork, Place
+from pyro_nami.parameters.group_network import GroupNetwork, PlacedFactor
 from pyro_nami.parameters.inputs import Pooling
 from pyro_nami.parameters.training import TrainedNetworks
 
@@ -86,6 +86,7 @@ class InverseNetwork(TrainedNetworks):
         adding: factors that instances of pooled plates are pseudo-observations of.
         latents: all latents in sampling order, and what else networks give parameters of.
         simulated: whether the guide is trained on simulations rather than on data.
+        varying: whether data that are not simulated differ from step to step, beside those of minibatches.
         hidden_features: of the groups' networks; by default one layer, in guides for data of fewer units over large
             plates, whose instances have offsets of their own.
         shared: whether factors in the same plates have one network, or one each.
@@ -103,6 +104,7 @@ class InverseNetwork(TrainedNetworks):
         adding: Collection[Hashable],
         latents: Sequence[Hashable],
         simulated: bool,
+        varying: bool = False,
         hidden_features: Sequence[int] | None,
         shared: bool,
         factory: Mapping[str, Any],
@@ -114,24 +116,11 @@ class InverseNetwork(TrainedNetworks):
             source: PrecisionSums(num_inputs(source, sizes), count, **factory)
             for source, count in heads.items()
         }
-        groups = []
-        for members in _grouped(factors, apart=not shared, without_data=not simulated):
-            widths = hidden_features
-            if widths is None:
-                count = math.prod(plates.sizes[plate] for plate in members[0].batch)
-                few = max(MIN_UNITS, UNITS_TIMES_INSTANCES // count)
-                widths = (MAX_UNITS if simulated else min(few, MAX_UNITS),)
-            steps = plan_steps(members, {name: i for i, name in enumerate(latents)}, sizes)
-            group = GroupNetwork(
-                members,
-                steps,
-                latents,
-                simulated=simulated,
-                hidden_features=widths,
-                factory=factory,
-                **options,
-            )
-            groups.append(group)
+        options |= {"latents": latents, "simulated": simulated, "factory": factory}
+        groups = [
+            _group(members, sizes, plates, varying, hidden_features, options)
+            for members in _grouped(factors, apart=not shared, without_data=not simulated)
+        ]
         coupled = [factor for factor in factors if factor.dependence == "linear"]
         restrained = [factor.name for factor in factors]
         restrained += [coupling_of(factor.name) for factor in coupled]
@@ -140,15 +129,12 @@ class InverseNetwork(TrainedNetworks):
         # of which a guide's first call chooses one
         self.starts: list[Mapping[Hashable, Tensor]] = []
         self.told: frozenset[str] = frozenset()  # latents that a user was warned of
-        self.places: dict[Any, Place] = {}
+        self.places: dict[Any, PlacedFactor] = {}
         for group in groups:
             self.places.update(group.places)
         sequential = frozenset(factor.name for factor in factors if factor.sequential)
         self.read = sequential.union(*(nodes_of(s) for factor in factors for s in factor.sources))
-        self._affine = {node: (f"shift_{i}", f"scale_{i}") for i, node in enumerate(standard)}
-        for node, affine in self._affine.items():
-            for name, value in zip(affine, standard[node]):
-                self.register_buffer(name, value)
+        self._keep_standard(standard)
         parts = {
             "encoders": encoders.values(),
             "evidence": sums.values(),
@@ -166,6 +152,13 @@ class InverseNetwork(TrainedNetworks):
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
         # The modules once more, as every attribute of a PyroModule that is one takes a while to read.
         self._pooling = encoders, sums
+
+    def _keep_standard(self, standard: Mapping[Hashable, tuple[Tensor, Tensor]]) -> None:
+        """Registers shift and scale of each node's features as buffers."""
+        self._affine = {node: (f"shift_{i}", f"scale_{i}") for i, node in enumerate(standard)}
+        for node, affine in self._affine.items():
+            for name, value in zip(affine, standard[node]):
+                self.register_buffer(name, value)
 
     @functools.cached_property
     def _read_when_constant(self) -> tuple[set[Source], set[Source]]:
@@ -306,6 +299,32 @@ def _encoders(
             members = part.plates if isinstance(part, Flattened) else ()
             sizes[part] = sizes[part.source] * math.prod(plates.sizes[plate] for plate in members)
     return sizes, encoders
+
+
+def _group(
+    factors: Sequence[Factor],
+    sizes: Mapping[Source, int],
+    plates: Plates,
+    varying: bool,
+    hidden_features: Sequence[int] | None,
+    options: Mapping[str, Any],
+) -> GroupNetwork:
+    """Returns the network of some factors in the same plates."""
+    batch = factors[0].batch
+    if hidden_features is None:
+        units = MAX_UNITS
+        if not options["simulated"]:
+            instances = math.prod(plates.sizes[plate] for plate in batch)
+            units = min(max(UNITS_TIMES_INSTANCES // instances, MIN_UNITS), MAX_UNITS)
+        hidden_features = (units,)
+    position = {name: i for i, name in enumerate(options["latents"])}
+    return GroupNetwork(
+        factors,
+        plan_steps(factors, position, sizes),
+        varying=varying or not plates.minibatched.isdisjoint(batch),
+        hidden_features=hidden_features,
+        **options,
+    )
 
 
 def _grouped(

@@ -16,7 +16,7 @@ from pyro_nami.factors.normals import LinearMap
 from pyro_nami.networks.running import tempered
 from pyro_nami.parameters.additions import Additions
 from pyro_nami.parameters.factor_groups import Factor
-from pyro_nami.parameters.group_network import GroupNetwork, Place
+from pyro_nami.parameters.group_network import GroupNetwork, PlacedFactor
 from pyro_nami.parameters.inputs import IndexMaps, Sources, concatenate
 from pyro_nami.parameters.inverse_network import InverseNetwork, coupling_of
 from pyro_nami.parameters.spline_stack import StackPass
@@ -53,7 +53,7 @@ class GroupPass:
             self.rows.setdefault(name, part)  # what is there already was used to draw the factor
         return rows
 
-    def stack(self, place: Place) -> StackPass:
+    def stack(self, place: PlacedFactor) -> StackPass:
         """Returns the splines in sequence of a factor, given what it reads."""
         return self.stacks[place.factor.name](concatenate(self._read)[..., place.read])
 
@@ -144,7 +144,7 @@ class NetworkState:
                 features = features - (pull if share is None else share * pull)
         self._sources.put(node, tempered(features))
 
-    def _pull(self, place: Place) -> Tensor | None:
+    def _pull(self, place: PlacedFactor) -> Tensor | None:
         """Returns zeros that move as a factor's standardized draw does with its biases, ``(*plates, elements)``.
 
         What others read of a draw is centered on what it usually is, so it does not move with the biases in the end.
@@ -240,7 +240,7 @@ class NetworkState:
             _trimmed(self._pull(place), ndims),
         )
 
-    def _additions(self, place: Place, ndims: float = math.inf) -> Additions:
+    def _additions(self, place: PlacedFactor, ndims: float = math.inf) -> Additions:
         """Returns what adds to the rows of a factor; what never changes is left to its biases."""
         factor = place.factor
         totals: list[Tensor | None] = []
@@ -255,7 +255,7 @@ class NetworkState:
         affine = self.network.affine(factor.name) if totals else ()
         return Additions(counts, totals, affine, offset)
 
-    def _advance(self, place: Place, count: int) -> None:
+    def _advance(self, place: PlacedFactor, count: int) -> None:
         """Takes the steps of a group up to the first ``count`` of a factor, whose inputs must all be known."""
         group, stop = self._groups[place.group], place.step + count
         begin = group.state.step
@@ -271,16 +271,17 @@ class NetworkState:
 
     def inputs(self, group: GroupNetwork, begin: int, stop: int) -> Tensor:
         """Returns what a group's network reads at steps ``begin`` to ``stop - 1``, ``(*batch, inputs)``."""
-        parts = [self.network.like.new_empty((1,) * self.network.plates.nesting + (0,))]
+        ones = (1,) * self.network.plates.nesting
+        parts = []
         for source, first, last, start in group.columns(begin, stop):
             if self._constant and source in group.constant:
-                center = group.running.center[start : start + last - first]
-                parts.append(center.expand((1,) * self.network.plates.nesting + (-1,)))
+                parts.append(group.running.center[start : start + last - first].view(*ones, -1))
             else:
                 value = self._sources.value(source)
                 parts.append(value if last - first == value.shape[-1] else value[..., first:last])
-        x = concatenate(parts[1:] or parts)
-        return self._standardized(group, begin, stop, x) if x.shape[-1] else x
+        if not parts:
+            return self.network.like.new_empty(*ones, 0)
+        return self._standardized(group, begin, stop, concatenate(parts))
 
     def _standardized(self, group: GroupNetwork, begin: int, stop: int, x: Tensor) -> Tensor:
         """Returns the columns of some steps as a group's network reads them, and records them for averages."""

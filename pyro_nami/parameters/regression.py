@@ -22,8 +22,8 @@ from pyro_nami.parameters.network_state import NetworkState
 
 __all__ = ["regress"]
 
-_RIDGE = 1e-5  # of the inputs' mean square
-_ROWS_PER_INPUT = 4  # below which there are too few rows to regress on
+RIDGE = 1e-5  # in units of the mean square of the inputs: keeps inputs that nearly depend on each other apart
+ROWS_PER_INPUT = 4  # simulations for each coefficient: with fewer, the regression would be overfit
 
 
 @torch.no_grad()
@@ -66,13 +66,13 @@ def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor)
     for row, goal in zip(rows, y.unbind(-1)):
         columns, fine = kept[row].nonzero().flatten().to(x.device), goal.isfinite()
         count = int(fine.sum())
-        if count < _ROWS_PER_INPUT * (len(columns) + 1):
+        if count < ROWS_PER_INPUT * (len(columns) + 1):
             continue
         design, goal = x[fine][:, columns].double(), goal[fine].double()
         center, middle = design.mean(0), goal.mean()
         design = design - center
         gram = design.mT @ design
-        ridge = _RIDGE * gram.diagonal().mean().clamp(min=1e-12) if len(columns) else gram
+        ridge = RIDGE * gram.diagonal().mean().clamp(min=1e-12) if len(columns) else gram
         slope = torch.linalg.solve(
             gram + ridge * torch.eye(len(columns)).to(gram), design.mT @ (goal - middle)
         )

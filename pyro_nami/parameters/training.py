@@ -22,7 +22,7 @@ FIRST_PASSES = 10  # of which no gradient is unusual
 
 
 class TrainingRecord(NamedTuple):
-    """What a pass in training leaves for averages."""
+    """The values of one pass in training by which averages are updated."""
 
     # group, first column, last column + 1, values
     inputs: list[tuple[GroupNetwork, int, int, Tensor]]
@@ -56,8 +56,8 @@ class TrainedNetworks(PyroModule):
         self.groups = tuple(groups)
         self.simulated = simulated
         self.backward = Backward()  # from the current call
-        # that gradients came back from; whether since the speeds were looked at
-        self.passes, self._stepped = 0, False
+        self.passes = 0  # that gradients came back from
+        self._stepped = False  # whether gradients came back since the speeds were adapted
         self._index = {name: i for i, name in enumerate(restrained)}
         self.register_buffer("usual", like.new_zeros(len(self._index)))
         self.register_buffer("like", like, persistent=False)
@@ -88,7 +88,7 @@ class TrainedNetworks(PyroModule):
 
     @torch.no_grad()  # as a hook may run with gradients on
     def learn(self, record: TrainingRecord | None, gradient: Tensor) -> None:
-        """Takes in a pass, once, that a gradient has come back from; a hook of what its networks returned."""
+        """Updates averages by a pass from which a gradient has come back; a hook of the networks' first rows."""
         if record is not None:
             for group, first, last, x in record.inputs:
                 group.running.update(x, first, last)
@@ -102,10 +102,10 @@ class TrainedNetworks(PyroModule):
             group.running.passes += 1
 
     def restrain(self, name: Hashable, gradient: Tensor) -> Tensor:
-        """Returns the gradient of a factor's parameters or coupling, shorter where it is far longer than usual.
+        """Returns the gradient of a factor's parameters or coupling, shortened if it is far longer than usual.
 
-        One draw far out, as of a chain that is not stable, would else stop an optimizer that divides by a mean of
-        squared gradients for a thousand steps, or for good where the gradient is not finite, which so counts as none.
+        An optimizer that divides by a mean of squared gradients would else stand still for a thousand steps after one
+        draw far out, as of a chain that is not stable. A gradient that is not finite becomes zero.
         """
         with torch.no_grad():  # as the gradient may have a graph of its own
             usual, length = self.usual[self._index[name]], gradient.norm()

@@ -53,7 +53,7 @@ def run_at(
     num_particles: int,
     temperature: float | None,
 ) -> EstimateRun:
-    """Runs a guide by an estimate, and the model at its draws; those of discrete latents relaxed at a temperature."""
+    """Runs a guide by an estimate, and the model at its draws; discrete draws are relaxed at a temperature."""
     plan = guide._made()
     nesting, drawn = plan.plates.nesting, None if temperature is None else Drawn(temperature)
     particles = (

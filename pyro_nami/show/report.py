@@ -9,8 +9,11 @@ from __future__ import annotations
 __all__ = ["COMMENTS", "Report", "inverse_report", "network_report", "verdict_report"]
 
 import json
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.min_fill import Step
@@ -21,7 +24,6 @@ from pyro_nami.show.render import render
 
 Object = dict[str, Any]
 COMMENTS = {"mermaid": "%%", "dot": "//"}
-_MAX_ENTRIES = 12  # of an index map, in text
 
 
 class Report(NamedTuple):
@@ -96,8 +98,10 @@ def _network_lines(extraction: Extraction) -> Iterator[str]:
     net = extraction.bayesnet
     yield str(net)
     for (inner, outer), index in extraction.index_maps.items():
-        more = ", ..." if len(index) > _MAX_ENTRIES else ""
-        yield f"Index map {label(inner)} -> {label(outer)}: {', '.join(map(str, index[:_MAX_ENTRIES].tolist()))}{more}"
+        entries = np.array2string(index.cpu().numpy(), sys.maxsize, separator=", ", threshold=12)[
+            1:-1
+        ]
+        yield f"Index map {label(inner)} -> {label(outer)}: {entries}"
     for what, names in (
         ("Values left torch; edges from here are found by intervention", extraction.escaped),
         ("Hidden randomness; taken to depend on all latents before", extraction.hidden_randomness),

@@ -49,7 +49,7 @@ def test_a_posterior_of_two_modes_is_learned_and_weighted():
 
 def test_simulations_may_be_fresh_in_each_step():
     posterior = amortize(folded, observed=["x"], simulations="fresh", steps=60, progress=False)
-    assert posterior.history.simulations == 60 * 200
+    assert posterior.history.simulations == 60 * 474
     z, x = (
         part["z"] if "z" in part else part["x"]
         for part in Simulator(folded, observed=["x"]).draw(2000)[:2]

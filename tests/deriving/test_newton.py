@@ -550,7 +550,7 @@ def test_a_mode_that_is_not_found_leaves_the_prior_in_its_place(monkeypatch):
     guide = AutoNaMIGuide(model)
     guide()
     assert guide.rules["a"].rule == "newton"
-    monkeypatch.setattr(newton, "_MOST_RUNS", 1)
+    monkeypatch.setattr(newton, "MOST_RUNS", 1)
     with pytest.warns(UserWarning, match="prior"):
         guide(1 - BITS)
 
@@ -565,7 +565,7 @@ def test_what_takes_too_many_derivatives_is_learned(monkeypatch):
 
     assert called(model).rules["w"].rule == "newton"
     # offsets of three elements, and none
-    monkeypatch.setattr(refutation, "_MOST_WORK", 4 * 24 + 3 * 10 - 1)
+    monkeypatch.setattr(refutation, "MOST_WORK", 4 * 24 + 3 * 10 - 1)
     note = called(model).rules["w"]
     assert note.rule == "learned"
     assert "4 derivatives for each of 24 rows of data, or 3 elements are too many" in str(note)
