@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.first_run import is_node, is_partial
-from pyro_nami.program.plate_dims import frames_of, spread
+from pyro_nami.program.plate_dims import any_along, frames_of, spread
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.site_values import any_value, drawn, redraw
-from pyro_nami.reading.changes import differs
+from pyro_nami.reading.changes import differs, moved
 
 __all__ = ["OutOfBudget", "Place", "Probe", "Run"]
 
@@ -61,6 +61,11 @@ class Run(NamedTuple):
         """Whether a site is not, to the bit, what it was in another run."""
         kept = origin.kept.setdefault(name, {})
         return differs(origin.sites[name], self.sites.get(name), kept)
+
+    def strayed(self, origin: Run, name: str, place: Place, changed: Tensor) -> Tensor:
+        """Returns which rows of a site in a plate moved, though their instances were not ``changed``, ``(size,)``."""
+        rows = any_along(moved(origin.sites[name], self.sites[name], density_only=True), place.dim)
+        return rows & ~changed[place.rows].to(rows.device)
 
 
 class Probe:

@@ -14,10 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.program.plate_dims import spread
-from pyro_nami.reading.changes import moved
 from pyro_nami.reading.interventions import Dependencies
-from pyro_nami.reading.probe import OutOfBudget, Place, Probe, Run
+from pyro_nami.reading.probe import OutOfBudget, Place, Probe
 
 __all__ = ["Nesting", "Route", "routes"]
 
@@ -161,7 +159,7 @@ class Nesting:
                 for changed in (half, ~half):
                     run = probe.attempt(probe.redraw_rows, origin, places, changed, data)
                     for name in names:
-                        if _strays(origin, run, name, places[name], changed):
+                        if run.strayed(origin, name, places[name], changed).any():
                             return self._erring(name, plate)
         except (OutOfBudget, KeyError) as error:  # KeyError: the model fails at all these values
             self.finished &= isinstance(error, KeyError)
@@ -207,10 +205,3 @@ class Nesting:
                 f"{pairs!r}; got a row that changes with other instances. Leave these maps out of `index_maps`."
             )
         return keys
-
-
-def _strays(origin: Run, run: Run, name: str, place: Place, changed: Tensor) -> bool:
-    """Whether a site moves outside of the instances ``(size,)`` of a plate that were changed."""
-    moves = moved(origin.sites[name], run.sites.get(name))
-    apart = ~changed[place.rows]
-    return bool((moves & spread(apart, place.dim).to(moves.device)).any())
