@@ -23,8 +23,11 @@ from pyro_nami.factors.wrappers import named_layers
 
 __all__ = ["MASK", "Argument", "Column", "ColumnSearch", "Given", "columns_of", "parameters"]
 
-_TOLERANCE = 1e-3
-_MOST_ROWS = 4096
+# relative norm of what other columns leave of one, below which it is no column of its own; at ten times more, columns
+# that are nearly collinear would be lost, at ten times less, rounding in single precision would show as columns
+TOLERANCE = 1e-3
+# instances that columns are compared in; ten times more take as much longer, ten times fewer may miss rare levels
+MOST_ROWS = 4096
 MASK = "mask"
 
 
@@ -226,7 +229,7 @@ class ColumnSearch:
         weights = torch.linalg.lstsq(design.cpu(), wanted.cpu(), driver="gelsd").solution.to(design)
         if (
             len(design) <= 2 * design.shape[1]
-            or (wanted - design @ weights).norm() > _TOLERANCE * wanted.norm()
+            or (wanted - design @ weights).norm() > TOLERANCE * wanted.norm()
         ):
             return False
         used = (weights.abs() > 1e-6 * weights.abs().amax(0)).any(1)
@@ -240,7 +243,7 @@ class ColumnSearch:
 
 
 def _some(rows: Tensor) -> Tensor:
-    return rows[:: -(-rows.shape[0] // _MOST_ROWS)]
+    return rows[:: -(-rows.shape[0] // MOST_ROWS)]
 
 
 def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
@@ -258,7 +261,7 @@ def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
         left, index = rest.norm(dim=0).max(0)
         # one look, as a device has to be waited for
         left, entry = torch.stack([left, index.to(left)]).tolist()
-        if not left > _TOLERANCE:
+        if not left > TOLERANCE:
             break
         direction = rest[:, int(entry)] / left
         rest = rest - direction.unsqueeze(-1) * (direction @ rest)

@@ -25,7 +25,8 @@ from pyro_nami.reading.changes import differs, moved
 
 __all__ = ["OutOfBudget", "Place", "Probe", "Run"]
 
-# Draws per run that fails at these values (a matrix that is not positive definite, say).
+# Draws for a run that fails at its values (a matrix that is not positive definite, say); ten times more would take long
+# where a model fails at all draws.
 TRIES = 3
 
 Choose = Callable[[Any], Any]
@@ -129,6 +130,11 @@ class Probe:
         return self.first.values
 
     @functools.cached_property
+    def movable(self) -> frozenset[str]:
+        """The latents that an intervention can change."""
+        return self.latent & self.changeable
+
+    @functools.cached_property
     def order(self) -> tuple[str, ...]:
         """The sites in model order."""
         return tuple(self.first.sites)
@@ -206,7 +212,7 @@ class Probe:
         names, make = frozenset(names), other or (lambda name, fn: redraw(fn, origin.values[name]))
         observed = [name for name in self.order if name in names and name not in self.latent]
         held = {name: value for name, value in origin.values.items() if name not in names}
-        data = {name: make(name, self.trace.nodes[name]["fn"]) for name in observed}
+        data = {name: make(name, self.first.sites[name]["fn"]) for name in observed}
         return self.run(
             {**held, **data},
             lambda msg: make(msg["name"], msg["fn"]) if msg["name"] in names else None,
@@ -227,8 +233,7 @@ class Probe:
                 return base
             return torch.where(spread(chosen[rows].to(base.device), dim), new, base)
 
-        latents = self.latent & self.changeable & places.keys()
-        return self.redraw(latents.union(data), origin, other)
+        return self.redraw((self.movable & places.keys()).union(data), origin, other)
 
     def _first_run(self, init: Callable[[dict], Tensor] | None) -> tuple[Run, poutine.Trace]:
         """Draws the base values; where the model fails at every draw, it takes those of ``init``."""

@@ -65,7 +65,6 @@ class Nesting:
 
     Attributes:
         maps: the index map ``(size_q,)`` of each pair of plates (q, p).
-        latents: the latents that can be changed.
         finished: whether the budget sufficed.
     """
 
@@ -82,7 +81,6 @@ class Nesting:
         self.given = given
         self.pairs = pairs
         self.maps: dict[Key, Tensor] = dict(given)
-        self.latents = probe.latent & probe.changeable
         self.finished = True
 
     def drop(self, keys: Collection[Key]) -> None:
@@ -138,7 +136,7 @@ class Nesting:
             for frame in probe.frames[name]
             if frame.name in inside
         }
-        testable = self.latents | probe.arguments
+        testable = probe.movable | probe.arguments
         aligned = self._aligned(places, inside)
         found = {p for _, p in self.maps.keys() - self.given.keys()}
         if plate not in found and all(pair in self.pairs for pair in aligned):
@@ -154,7 +152,7 @@ class Nesting:
         bits = max(1, (len(number) - 1).bit_length())
         try:
             for i in range(max(MIN_ROUNDS, bits)):
-                origin = probe.attempt(probe.redraw, self.latents, probe.first)
+                origin = probe.attempt(probe.redraw, probe.movable, probe.first)
                 half = (number >> i % bits) & 1 == 1
                 for changed in (half, ~half):
                     run = probe.attempt(probe.redraw_rows, origin, places, changed, data)
