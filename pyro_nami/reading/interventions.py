@@ -228,8 +228,8 @@ class _Interventions:
         """The base run; then runs with other values at about half of the latents."""
         if number == 0:
             return self.probe.first
-        some = {u for u in self.probe.movable if random.random() < 0.5}
-        return self._redraw(some, self.probe.first)
+        movable = [u for u in self.probe.order if u in self.probe.movable]
+        return self._redraw([u for u in movable if random.random() < 0.5], self.probe.first)
 
     def _untested(self, first: bool) -> Untested:
         """What is to be tested, by rank: at first all sites, then those that values which left torch may reach."""
