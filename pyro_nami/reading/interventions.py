@@ -180,9 +180,12 @@ class _Interventions:
             if probe.spent:
                 return
             run = probe.redraw_rows(probe.first, dict.fromkeys(inside, place), changed)
-            for name in [name for name in sites if name in run.sites]:
+            for name in sites:
 
                 def strayed(run: Run, name: str = name, changed: Tensor = changed) -> list[int]:
+                    shape = probe.first.sites[name]["fn"].batch_shape
+                    if name not in run.sites or run.sites[name]["fn"].batch_shape != shape:
+                        return []
                     rows = run.strayed(probe.first, name, place, changed)
                     return rows.nonzero().flatten().tolist()
 
