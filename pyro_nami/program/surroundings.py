@@ -47,7 +47,7 @@ LIBRARIES = frozenset({"torch", "pyro", "numpy", "pyro_nami"})  # whose code hol
 NAMESPACES = (SimpleNamespace, Namespace)  # classes of the standard library that hold data
 NUMBERS = (bool, int, float, str)
 PLAIN = (*NUMBERS, NoneType)
-# of a module, not its user's
+# attributes that torch sets on modules
 OWN_NAMES = frozenset({"training", "_parameters", "_buffers", "_modules"})
 MISSING = object()
 
@@ -349,7 +349,7 @@ def _copied(value: Any) -> Any:
 
 
 def _stamp(value: Any) -> Hashable:
-    """Returns what is another once a tensor, or an array that is not large, is written to."""
+    """Returns a value that changes when a tensor, or an array that is not large, is written to."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):

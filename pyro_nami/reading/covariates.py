@@ -160,7 +160,7 @@ def _unconstrained(value: Tensor, constraint: Any) -> Tensor:
     except (NotImplementedError, RuntimeError, ValueError):
         return value
     if free.shape == value.shape:
-        # without a look, for which a device is waited for
+        # without a branch on a value, which would wait for the device
         return torch.where(free.isfinite().all(), free, value)
     return free if free.isfinite().all() else value
 
@@ -259,7 +259,7 @@ def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
     chosen: list[int] = []
     while len(chosen) < most:
         left, index = rest.norm(dim=0).max(0)
-        # one look, as a device has to be waited for
+        # one transfer, as each waits for the device
         left, entry = torch.stack([left, index.to(left)]).tolist()
         if not left > TOLERANCE:
             break

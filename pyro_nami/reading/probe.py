@@ -33,7 +33,7 @@ Choose = Callable[[Any], Any]
 
 
 class OutOfBudget(Exception):
-    """Ends what runs the model where the budget does."""
+    """Raised where a further run would exceed the budget."""
 
 
 class Place(NamedTuple):

@@ -63,7 +63,7 @@ def search_maps(
 
 
 class _Search:
-    """Adds the maps that it finds to those of a nesting, and plans how to find again what the nesting keeps."""
+    """Adds the maps that runs show to a nesting, and plans how to find in other calls the maps that are kept."""
 
     def __init__(self, nesting: Nesting) -> None:
         self.nesting = nesting
