@@ -114,7 +114,7 @@ def takes_many(program: Program, draws: Sequence[Mapping[str, Any]], nesting: in
 
 
 def of_rank(most: int) -> Callable[[Any], None]:
-    """Returns what ends a run at a site of more batch dims: ``p[z]`` in a chain would double them again and again."""
+    """Returns a `note` for `Runner` that raises at a site of more batch dims, as ``p[z]`` in a chain doubles them."""
 
     def note(msg: Any) -> None:
         if not site_is_subsample(msg) and len(msg["fn"].batch_shape) > most:

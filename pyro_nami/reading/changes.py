@@ -24,7 +24,12 @@ _NO_DENSITY = (NotImplementedError, KeyError, ValueError, RuntimeError)
 
 
 def moved(
-    before: Any, after: Any, *, density_only: bool = False, by_element: bool = False
+    before: Any,
+    after: Any,
+    *,
+    density_only: bool = False,
+    by_element: bool = False,
+    kept: dict[Any, Tensor] | None = None,
 ) -> Tensor:
     """Returns which instances ``(*batch)`` of a site differ, to the bit, between its messages in two runs.
 
@@ -36,6 +41,7 @@ def moved(
         before, after: the messages.
         density_only: whether parameters do not count if there is a log density: they also show how sums were rounded.
         by_element: whether elements that are independent by ``to_event`` are instances of their own.
+        kept: empty at first; keeps what was computed of ``before`` for comparisons with other runs.
 
     Example:
         >>> def site(loc):
@@ -50,7 +56,10 @@ def moved(
         return torch.ones_like(result)
     # a copy, as transforms remember the values that they have drawn
     judged = torch.as_tensor(before["value"]).clone()
-    old, new = (_readings(site, judged, density_only, by_element) for site in (before, after))
+    old = {} if kept is None else kept
+    if not old:
+        old.update(_readings(before, judged, density_only, by_element))
+    new = _readings(after, judged, density_only, by_element)
     result = result.to(judged.device)
     for key in old.keys() | new.keys():
         if key not in old or key not in new or old[key].shape != new[key].shape:
@@ -59,11 +68,10 @@ def moved(
     return result
 
 
-def differs(before: Any, after: Any) -> bool:
-    """Whether a site, or its support, differs to the bit between its messages in two runs."""
-    return bool(moved(before, after, density_only=True).any()) or not same_support(
-        before["fn"], after["fn"]
-    )
+def differs(before: Any, after: Any, kept: dict[Any, Tensor]) -> bool:
+    """Whether a site, or its support, differs to the bit between its messages in two runs; see `moved`."""
+    rows = moved(before, after, density_only=True, kept=kept)
+    return bool(rows.any()) or not same_support(before["fn"], after["fn"])
 
 
 def same_support(a: Any, b: Any) -> bool:

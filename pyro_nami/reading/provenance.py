@@ -184,13 +184,14 @@ class ProvenanceTracker(TorchDispatchMode):
         return _window(entry, tensor) if entry.dim() else entry
 
     def _union(self, labels: Tensor) -> Names:
-        return frozenset().union(*(self._sets[i] for i in labels.unique().tolist()))
+        indices = labels.unique().tolist() if labels.dim() else [int(labels)]
+        return frozenset().union(*(self._sets[i] for i in indices))
 
     def _write(self, tensor: Tensor, flow: Tensor, fresh: bool = False) -> None:
         storage = _storage(tensor)
         if storage is None:
             return
-        if flow.numel() and (flow == flow.flatten()[0]).all():
+        if flow.dim() and flow.numel() and (flow == flow.flatten()[0]).all():
             flow = flow.flatten()[0]
         capacity = _capacity(tensor)
         before = self._entries.get(storage, self._label(frozenset()))

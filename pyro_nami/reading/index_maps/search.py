@@ -27,7 +27,8 @@ __all__ = ["search_maps"]
 
 Key = tuple[str, str]
 
-# Pairs of values to try until every row moves (of ``relu(alpha)[county]`` some values may move none).
+# Pairs of values to try until every row moves: of ``relu(alpha)[county]`` half of the values move none. Ten times more
+# would spend the budget where some rows read nothing.
 PAIRS = 6
 
 
@@ -62,15 +63,13 @@ def search_maps(
 
 
 class _Search:
-    """Adds the maps that it finds to those of a nesting, and plans how to find again what the nesting keeps."""
+    """Adds the maps that runs show to a nesting, and plans how to find in other calls the maps that are kept."""
 
     def __init__(self, nesting: Nesting) -> None:
         self.nesting = nesting
         self.probe = nesting.probe
         self.parents = nesting.parents
-        self.sites: dict[str, Any] = {
-            name: self.probe.trace.nodes[name] for name in self.probe.order
-        }
+        self.sites = self.probe.first.sites
         # plate -> the plan by which maps into it were found
         self.found: dict[str, MapPlan] = {}
 
@@ -109,7 +108,7 @@ class _Search:
 
     def _find(self, plate: str) -> None:
         inside = [
-            u for u in self.sites if u in self.nesting.latents and plate in self.probe.plates_of[u]
+            u for u in self.sites if u in self.probe.movable and plate in self.probe.plates_of[u]
         ]
         targets = [name for name in self.sites if self._is_target(name, plate, inside)]
         latents = [u for u in inside if any(u in self.parents[name] for name in targets)]
@@ -168,7 +167,7 @@ class _Search:
             return self.probe.attempt(self.probe.run, full).sites
 
         held = [
-            name for name in self.sites if name in self.nesting.latents and name not in plan.values
+            name for name in self.sites if name in self.probe.movable and name not in plan.values
         ]
         return Trial(
             run,
