@@ -1,22 +1,24 @@
-"""What a user is told: warnings that name the user's own line, however deep in Pyro the reason is found; tables."""
+"""Warnings that name the user's own line, however deep in Pyro their reason is found; tables in text."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Collection, Sequence
+from numbers import Integral
+from typing import Any
 
-__all__ = ["OneByOne", "aligned", "warn"]
+__all__ = ["OneByOne", "aligned", "check_counts", "warn"]
 
 _PASSED_OVER = ("pyro_nami", "pyro", "torch", "contextlib")
 
 
 class OneByOne(UserWarning):
-    """That draws are made one by one, as not all can be made at once."""
+    """Warning: draws are made one by one, as the model cannot be run for all of them at once."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line that led here: the innermost that is outside of this package, of Pyro, and of torch."""
+    """Warns at the innermost line of the call stack that is outside of this package, Pyro and torch."""
     frame, level = sys._getframe(1), 2
     while (
         frame.f_back is not None
@@ -26,8 +28,24 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def check_counts(**counts: Any) -> None:
+    """Checks that options are whole numbers of at least 1; None stands for a default.
+
+    Raises:
+        TypeError: a value that is no whole number.
+        ValueError: a value below 1.
+    """
+    for name, value in counts.items():
+        if value is None:
+            continue
+        if not isinstance(value, Integral):
+            raise TypeError(f"Expected {name} to be an int; got {value!r}.")
+        if value < 1:
+            raise ValueError(f"Expected {name} to be at least 1; got {value}.")
+
+
 def aligned(rows: Sequence[Sequence[str]], words: Collection[int]) -> list[str]:
-    """Returns rows as lines with aligned columns: those of ``words`` to the left, numbers to the right."""
+    """Returns rows as lines with aligned columns: the columns ``words`` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = [f"{'<' if i in words else '>'}{width}" for i, width in enumerate(widths)]
     return ["  ".join(map(format, row, aligned)).rstrip() for row in rows]

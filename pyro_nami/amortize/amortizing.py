@@ -6,9 +6,9 @@ vector depend on each other, by networks of two layers. The latents of simulatio
 a density, so that the guide does not overfit them (`latent_moves`). The rate rises, and falls linearly to zero.
 
 A tenth of the simulations is held out. The guide ends with the latest weights that are as good on these as any
-(`InferenceCompilation.fit`), and training ends when half of the steps brought no gain. If the best weights are of the
-first three fifths of the steps, the guide overfit: a second one is trained at a lower rate with weight decay, and the
-better one kept.
+(`InferenceCompilation.fit`). Training ends when half of the steps brought no gain. If the best weights are of the
+first half of the steps, the guide overfit: a second one is trained at a lower rate with weight decay, and the better
+one is kept.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ from pyro_nami.program.isolation import forked_rng
 __all__ = ["amortize"]
 
 DEFAULT_SIMULATIONS = 10_000
-BATCH_SIZE = 200  # simulations; in larger batches gradients are less noisy, and steps take longer
-RATE = 0.06  # of SOAP
-SLOW_RATE = 0.01  # of SOAP, for the second guide where the first one overfits
-NEAR_RATE = 0.003  # of SOAP, where modes are derived, and there is little to learn
-OVERFIT_BEFORE = 0.6  # share of the steps: a guide whose best weights are earlier overfits
+RATE = 0.06  # of SOAP; at 0.05 or 0.07 losses are about the same
 
 
 def amortize(
@@ -69,7 +65,8 @@ def amortize(
         observed: sites to condition on, beside those that the model observes itself.
         simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
             ``"fresh"``, to draw others in each step, if the model is fast.
-        steps: of a training; by default 20 times the square root of the number of simulations.
+        steps: of a training; by default 20 times the square root of the number of simulations. A batch is 5 times this
+            square root, at most 500.
         progress: whether to show a progress bar.
         guide: one to train in place of the guide that is made for the model.
         at: data that the posterior is wanted for, and no others, where the model's data have no density: simulations
@@ -96,8 +93,7 @@ def amortize(
         options: dict[str, Any] = {"observed": observed, "steps": steps, "progress": progress}
         again = functools.partial(amortize, simulator.model, *args, **options, **kwargs)
         return _in_rounds(again, simulator, at, simulations, rounds)
-    training = _training(simulator, observed, simulations, steps, progress)
-    return training.posterior(guide)
+    return _training(simulator, simulations, steps, progress).posterior(guide)
 
 
 def _simulator(
@@ -144,13 +140,9 @@ def _in_rounds(
 
 
 def _training(
-    simulator: Simulator,
-    observed: Sequence[str],
-    simulations: Any,
-    steps: int | None,
-    progress: bool,
+    simulator: Simulator, simulations: Any, steps: int | None, progress: bool
 ) -> _Training:
-    """Returns a training on simulations that are drawn or given, after a check."""
+    """Returns what trains guides on simulations that are drawn, or given; checks them."""
     fresh = isinstance(simulations, str)
     if fresh and simulations != "fresh":
         raise ValueError(
@@ -159,7 +151,7 @@ def _training(
     draws, seen = _simulated(simulator, DEFAULT_SIMULATIONS if fresh else simulations)
     own = fresh or isinstance(simulations, int)
     steps = steps or round(20 * draws.num**0.5)
-    return _Training(simulator, observed, draws, seen, own, fresh, steps, progress)
+    return _Training(simulator, draws, seen, own, fresh, steps, progress)
 
 
 def _simulated(simulator: Simulator, simulations: Any) -> tuple[JointDraws, History]:
@@ -171,7 +163,7 @@ def _simulated(simulator: Simulator, simulations: Any) -> tuple[JointDraws, Hist
         with forked_rng():
             sites = simulator.sites()
         for name, value in {**given.latents, **given.observed}.items():
-            # raises where shapes are others
+            # raises for a value of a wrong shape
             with_idle_dims(value, sites[name], simulator.nesting, 1)
     draws, non_finite = given.finite()
     seen = History()
@@ -194,13 +186,12 @@ class _Trained(NamedTuple):
 
 
 class _Training(NamedTuple):
-    """What the trainings of one call of `amortize` have in common."""
+    """The simulations and settings of one call of `amortize`, by which one or two guides are trained."""
 
     simulator: Simulator
-    observed: Sequence[str]  # sites to condition on, beside those that the model observes
     draws: JointDraws
-    seen: History  # which counts the draws that are not finite
-    own: bool  # whether the draws are the simulator's
+    seen: History  # of a posterior without training; counts the simulations that are not finite
+    own: bool  # whether the simulator made the draws, with the model's prior
     fresh: bool  # whether each step draws simulations of its own
     steps: int
     progress: bool
@@ -208,27 +199,27 @@ class _Training(NamedTuple):
     def posterior(self, guide: AutoNaMIGuide | None) -> AmortizedPosterior:
         """Returns the posterior by this guide, or by one that is made for the model."""
         simulator = self.simulator
-        if guide is not None:
-            best = self.run(guide, RATE)
-        else:
-            guide, options = first_guide(simulator, self.draws, self.own)
-            if not guide.num_parameters:
-                return self._posterior(guide, self.seen, None)
-            families = {name: rule.family for name, rule in guide._made().learned.items()}
-            learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
-            plain = [name for name in learned if families[name].locations]
-            best = self._flows(plain, options) if plain else self.run(guide, NEAR_RATE, share=1 / 6)
-        with forked_rng():
-            simulated = SimulatedData(self.draws.observed, site_forms(simulator))
-        return self._posterior(best.guide, best.history, simulated)
-
-    def _posterior(
-        self, guide: AutoNaMIGuide, history: History, simulated: SimulatedData | None
-    ) -> AmortizedPosterior:
-        simulator = self.simulator
+        best = self._best() if guide is None else self.run(guide, RATE)
+        simulated = None
+        if best.history.losses:
+            with forked_rng():
+                simulated = SimulatedData(self.draws.observed, site_forms(simulator))
         return AmortizedPosterior(
-            simulator.model, simulator.args, simulator.kwargs, guide, history, simulated
+            simulator.model, simulator.args, simulator.kwargs, best.guide, best.history, simulated
         )
+
+    def _best(self) -> _Trained:
+        """Returns the best guide that is made for the model; without training if all its latents are exact."""
+        guide, options = first_guide(self.simulator, self.draws, self.own)
+        if not guide.num_parameters:
+            return _Trained(0.0, guide, self.seen)
+        families = {name: rule.family for name, rule in guide._made().learned.items()}
+        learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
+        plain = [name for name in learned if families[name].locations]
+        if plain:
+            return self._flows(plain, options)
+        # modes are derived: there is little to learn, and a step takes long
+        return self.run(guide, rate=0.003, share=1 / 6)
 
     def _flows(self, learned: Sequence[str], options: Mapping[str, Any]) -> _Trained:
         """Returns the best of the guides by splines, of which there are two if the first one overfits."""
@@ -241,12 +232,11 @@ class _Training(NamedTuple):
             **options,
         )
         first = self.run(named(make()), RATE)
-        best_step = first.history.best_step
-        if self.fresh or best_step is None or best_step >= OVERFIT_BEFORE * self.steps:
+        if self.fresh or (first.history.best_step or 0) > self.steps / 2:
             return first
         # at a rate that stays the same, this decay would shrink weights by a factor of exp(-7)
-        second = self.run(named(make()), SLOW_RATE, decay=7 / (SLOW_RATE * self.steps))
-        return min(first, second, key=lambda each: each.loss)
+        second = self.run(named(make()), rate=0.02, decay=350 / self.steps)
+        return min(first, second, key=lambda trained: trained.loss)
 
     def run(
         self, guide: AutoNaMIGuide, rate: float, share: float = 1.0, decay: float = 0.0
@@ -259,8 +249,9 @@ class _Training(NamedTuple):
             simulator.model,
             guide,
             functools.partial(SOAP, lr=rate, weight_decay=decay),
-            batch_size=min(BATCH_SIZE, len(train)),
-            observed=self.observed,
+            batch_size=round(min(500, 5 * len(train) ** 0.5, len(train))),
+            observed=simulator.observed,
+            clip_norm=1.0,
             scheduler=functools.partial(
                 OneCycleLR,
                 max_lr=rate,
@@ -281,5 +272,5 @@ class _Training(NamedTuple):
             patience=25,
             progress=self.progress,
         )
-        kept = [loss for step, loss in history.validation if step == history.best_step]
-        return _Trained(min(kept, default=-math.inf), guide, history)
+        loss = dict(history.validation).get(history.best_step or 0, math.inf)
+        return _Trained(loss, guide, history)

@@ -23,7 +23,6 @@ ADVICE = (
     "priors and likelihood allow for what the data show."
 )
 
-MIN_SHRINKAGE = 1e-3  # so that features which never vary have some variance
 MAX_ELEMENTS = 64  # of a site, or of its events, that are features one by one; more take long
 
 
@@ -69,7 +68,7 @@ class Misspecification:
 
 
 class SimulatedData:
-    """Where a model's data are, and how far they usually are from there.
+    """The center of a model's simulated data, and the distances of simulations from it.
 
     Distances are Mahalanobis', by all features, and by those of each site alone: ``(data sets, 1 + sites)``.
 
@@ -115,7 +114,7 @@ class SimulatedData:
         return {name: value.expand(num, *value.shape[1:]) for name, value in found.items()}
 
     def judged(self, values: Mapping[str, Tensor], level: float) -> Misspecification:
-        """Returns how far one data set ``(1, ...)`` lies outside."""
+        """Returns the distance of one data set ``(1, ...)``, with its p-value."""
         here = self.distances(values)
         further = self._measures(self.others) >= self._measures(here)
         p_values = (1 + further.sum(0).double()) / (1 + len(self.others))
@@ -131,7 +130,7 @@ class SimulatedData:
         return (self._measures(self.distances(values)) > furthest).any(-1)
 
     def _measures(self, distances: Tensor) -> Tensor:
-        """Distances in sds of usual ones, by all features and by the site that is furthest out, ``(data sets, 2)``."""
+        """Standardized distances by all features, and by the features of the furthest site, ``(data sets, 2)``."""
         standard = (distances - self._mean) / self._sd
         return torch.stack((standard[:, 0], standard[:, 1:].amax(1)), 1)
 
@@ -145,7 +144,7 @@ class SimulatedData:
 
 
 def _features(elements: Tensor, form: SiteForm) -> Tensor:
-    """A site's elements ``(data sets, elements)``, if few, and how they are distributed over plates."""
+    """Returns a site's elements if they are few, and their mean, log sd and extremes over plates."""
     rows = form.shape[: len(form.shape) - form.event_dim].numel()
     table = elements.reshape(len(elements), rows, -1)
     if table.shape[2] > MAX_ELEMENTS:
@@ -170,10 +169,11 @@ class _Space:
         x = (sample - self.center) / self.scale
         num = len(x)
         covariance = x.T @ x / num
-        target = covariance.diagonal().mean().clamp(min=MIN_SHRINKAGE) * torch.eye(x.shape[1]).to(x)
+        # features that never vary get some variance
+        target = covariance.diagonal().mean().clamp(min=1e-3) * torch.eye(x.shape[1]).to(x)
         error = (x.square().sum(1).square().mean() - covariance.square().sum()) / num
         departure = (covariance - target).square().sum().clamp(min=1e-12)
-        share = (error / departure).clamp(MIN_SHRINKAGE, 1)
+        share = (error / departure).clamp(1e-3, 1)
         self.factor = torch.linalg.cholesky(torch.lerp(covariance, target, share))
 
     def distances(self, values: Tensor) -> Tensor:

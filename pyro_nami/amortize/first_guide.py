@@ -13,14 +13,9 @@ import torch
 from pyro_nami.guide.misfits import RANKED
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.program.memory import rows_in_memory
 
-CHECKED = (
-    100  # simulations that derived conditionals are checked by, where nothing is to be learned
-)
-MAX_ELEMENTS = 2**22  # of values in one check, which bounds memory
-# share of simulations at which a conditional may be wrong, and a Normal about a mode
-TOLERATED = 0.02
-TOLERATED_NEWTON = 0.2
+TOLERATED = 0.02  # share of simulations at which a conditional may be wrong; ten times that for a Normal about a mode
 
 _numbers = itertools.count()
 
@@ -28,12 +23,12 @@ _numbers = itertools.count()
 def first_guide(
     simulator: Simulator, draws: JointDraws, own: bool
 ) -> tuple[AutoNaMIGuide, dict[str, Any]]:
-    """Returns a guide that was called once, and its options, by which refuted conditionals are learned.
+    """Returns a guide after its first call, and its options, by which it learns the conditionals that are refuted.
 
     Args:
         simulator: of the model.
         draws: simulations to learn from.
-        own: whether the draws are the simulator's, and not of another prior.
+        own: whether the simulator made the draws; draws from another prior cannot refute a conditional.
     """
     few = draws.select(torch.arange(2) if simulator.vectorized else torch.tensor(0))
     rules: dict[str, str] = {}
@@ -60,22 +55,21 @@ def named(guide: AutoNaMIGuide) -> AutoNaMIGuide:
 
 
 def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | None) -> list[str]:
-    """Returns the latents whose derived conditionals are not finite, or not those that simulations come from.
+    """Returns the latents whose derived conditionals simulations refute: by ranks, or as they are not finite.
 
-    The simulations are new ones, if none are given.
+    Without draws given, new simulations are drawn.
     """
     if all(rule.group is None for rule in guide._made().rules.values()):
         return []
     if draws is None:
         draws, _ = simulator.draw(1000).finite()
-    if not guide.num_parameters:
-        draws = draws.select(torch.arange(min(draws.num, CHECKED)))
+    if not guide.num_parameters:  # and nothing will be learned from them
+        draws = draws.select(torch.arange(min(draws.num, 100)))
     not_finite: Counter[str] = Counter()
     low: Counter[str] = Counter()
     latents = sum(value[0].numel() for value in draws.latents.values())
     data = sum(value[0].numel() for value in draws.observed.values())
-    for rows in torch.arange(draws.num).split(max(1, MAX_ELEMENTS // (RANKED * latents + data))):
-        part = draws.select(rows)
+    for part in draws.in_batches(rows_in_memory(RANKED * latents + data)):
         seen = guide.misfits(part.latents, *simulator.args, **_with_data(simulator, part))
         for name, flags in seen.items():
             not_finite[name] += int(flags[0].sum())
@@ -85,7 +79,7 @@ def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
     chance = draws.num / (RANKED + 1)
     refuted = []
     for name in low:
-        tolerated = TOLERATED_NEWTON if guide.rules[name].rule == "newton" else TOLERATED
+        tolerated = TOLERATED * (10 if guide.rules[name].rule == "newton" else 1)
         most_low = chance + 6 * chance**0.5 + tolerated * draws.num
         if not_finite[name] > most_not_finite or low[name] > most_low:
             refuted.append(name)

@@ -27,9 +27,11 @@ from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples
 from pyro_nami.messages import OneByOne
 
-MAX_FACTOR = 256  # times as many draws as are asked for, to resample from; a power of 4
-MAX_ELEMENTS = 2**25  # of draws to resample from at a time, which bounds memory
-MAX_WORK = 2**34  # elements of tensors computed for one data set: some 20 seconds of one core
+MAX_FACTOR = 256  # draws to resample from, for each draw asked for; a power of 4
+MAX_ELEMENTS = 2**25  # of the draws to resample from at a time; more take too much memory
+MAX_WORK = (
+    2**34
+)  # tensor elements computed for the draws of one data set; as many take some 20 seconds of one core
 
 
 def improved(
@@ -59,7 +61,7 @@ def improved(
     # the weights and their order take as much memory as 16 elements
     elements = max(16, sum(value[0, 0].numel() for value in drawn.samples.values()))
     most_draws = min(MAX_ELEMENTS // elements, _affordable(target, data_sets))
-    search = _Search(target, data_sets, drawn.num_samples, most_draws, progress)
+    search = _Improvement(target, data_sets, drawn.num_samples, most_draws, progress)
     drawn = replace(drawn, pool=Pool.none(drawn.log_evidence))
     unknown = bad & unknown.to(bad.device)
     parts = unknown.nonzero().squeeze(-1).split(max(1, most_draws // drawn.num_samples))
@@ -70,8 +72,8 @@ def improved(
     return search.resampled(drawn, bad.nonzero().squeeze(-1), min(4, search.most))
 
 
-class _Search(NamedTuple):
-    """What the attempts to get better draws have in common."""
+class _Improvement(NamedTuple):
+    """The data sets to improve, and how many draws may be made of them."""
 
     target: Target
     data_sets: Observations

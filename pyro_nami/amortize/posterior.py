@@ -20,9 +20,12 @@ from pyro_nami.messages import warn
 
 __all__ = ["AmortizedPosterior"]
 
-DEFENSIVE_SHARE = 0.05  # of the draws, from the prior, where a guide had to learn
-MIN_EFFICIENCY = 1 / 3  # effective draws a draw; below it there are to be others
-MAX_OUTSIDE = 0.02  # share of data sets that may lie outside of all simulations by chance
+DEFENSIVE_SHARE = (
+    0.05  # share of draws from the prior, where a guide had to learn; more waste draws
+)
+MAX_OUTSIDE = (
+    0.02  # share of data sets that may lie outside of all simulations by chance, without a warning
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class AmortizedPosterior:
         if num_temperatures in (None, 2):
             drawn = weighted(target, data, num_samples)
             outside = self._outside(data)
-            few = drawn.effective_sample_size < MIN_EFFICIENCY * num_samples
+            few = drawn.effective_sample_size < num_samples / 3
             bad = few | ~(drawn.pareto_k <= K_MAX)
             if num_temperatures is None and bad.any():
                 drawn = improved(target, data, drawn, bad, outside, progress)

@@ -128,7 +128,7 @@ def _move(parameters: list[Tensor], state: dict[str, Any], group: dict[str, Any]
 
 
 def _moments(gradient: Tensor, max_side: int) -> dict[str, Tensor]:
-    """Returns the second moments of the sides of matrices that are to have a basis; of vectors none."""
+    """Returns G G' as ``left`` and G' G as ``right``, of sides up to ``max_side``; of vectors none."""
     sides = {"left": gradient, "right": gradient.mT} if gradient.dim() > 2 else {}
     return {
         name: matrix @ matrix.mT for name, matrix in sides.items() if matrix.shape[-2] <= max_side
@@ -136,7 +136,7 @@ def _moments(gradient: Tensor, max_side: int) -> dict[str, Tensor]:
 
 
 def _turned(value: Tensor, state: dict[str, Any], back: bool = False) -> Tensor:
-    """Returns a matrix in the coordinates of the basis, or from these."""
+    """Returns a matrix in the coordinates of the eigenbasis; with ``back``, a matrix given in these coordinates."""
     left, right = state.get("basis_left"), state.get("basis_right")
     if left is not None:
         value = (left if back else left.mT) @ value

@@ -25,12 +25,11 @@ from pyro_nami.program.runner import Runner
 
 __all__ = ["Region", "next_round"]
 
-DRAWS = 10_000  # of the guide, of which the region holds all, and of the prior at a time
-MIN_INSIDE = 1e-3  # share of the prior's draws: smaller regions are enlarged, as drawing from them takes long
+DRAWS = 10_000  # of the guide, all of which the region holds; of the prior at a time
 
 
 class Region:
-    """Where a guide's density at one data set is no lower than at any of 10,000 of its draws.
+    """The region where a guide's density at one data set is at least that at each of 10,000 of its draws.
 
     Args:
         simulator: of a model whose data have no density.
@@ -56,7 +55,8 @@ class Region:
         drawn = self.target.run_guide(self.target.extent(DRAWS), Runner({}))
         own = self._log_prob({name: drawn[name]["value"] for name in self.names})
         prior = self._log_prob(self._prior())
-        self.least = min(float(own.min()), float(prior.quantile(1 - MIN_INSIDE)))
+        # a region of less than a thousandth of the prior is enlarged, as drawing from it would take long
+        self.least = min(float(own.min()), float(prior.quantile(0.999)))
 
     @torch.no_grad()
     def holds(self, latents: Mapping[str, Tensor]) -> Tensor:

@@ -60,6 +60,7 @@ from pyro_nami.inference.observations import as_mapping
 from pyro_nami.inference.site_messages import plate_names
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, log_mean, log_mean_error
+from pyro_nami.messages import check_counts
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling"]
 
@@ -93,7 +94,7 @@ class AnnealedSamples(NamedTuple):
     plates: Mapping[str, Sequence[str | None]] = {}
 
     def weighted(self) -> WeightedSamples:
-        """Returns samples and weights as those of importance sampling, with their estimates and diagnostics.
+        """Returns samples and weights as weighted samples, with their estimates and diagnostics.
 
         Raises:
             ValueError: all chains of a data set have no weight.
@@ -299,11 +300,9 @@ def _joined(parts: list[AnnealedSamples], start: Start) -> AnnealedSamples:
 def _check(options: _Options, draws: WeightedSamples | None) -> None:
     temperatures, chains, leapfrogs, step_size, acceptance, size, resample, share = options
     _expect(temperatures > 1, f"num_temperatures >= 2; got {temperatures}")
-    _expect(chains > 0, f"num_chains >= 1; got {chains}")
-    _expect(leapfrogs > 0, f"num_leapfrog_steps >= 1; got {leapfrogs}")
+    check_counts(num_chains=chains, num_leapfrog_steps=leapfrogs, chunk_size=size)
     _expect(step_size > 0, f"step_size > 0; got {step_size}")
     _expect(0 < (acceptance or 0.5) < 1, f"target_acceptance between 0 and 1; got {acceptance}")
-    _expect(size is None or size > 0, f"chunk_size >= 1; got {size}")
     _expect(
         share is None or resample and 0 < share < 1,
         f"conditional_ess between 0 and 1, with resample=True; got {share}",

@@ -23,6 +23,7 @@ from pyro_nami.factors.wrappers import without
 from pyro_nami.inference.site_messages import (
     OutsideSupport,
     check_declared,
+    check_latents,
     is_delta,
     log_density,
     with_idle_dims,
@@ -285,11 +286,7 @@ class Start:
         else:
             values = self._guide_draws(extent)
         whose = "a guide with a density" if self.given is None else "given draws"
-        for name in sorted(self.latents.keys() ^ values.keys()):
-            raise ValueError(
-                f"Expected {whose} at every latent, {', '.join(map(repr, self.latents))}, and no other; got "
-                + (f"'{name}' as well." if name in values else f"none at '{name}'.")
-            )
+        check_latents(whose, values, self.latents)
         return {
             name: with_idle_dims(values[name], site, self.target.nesting, 2)
             for name, site in self.latents.items()

@@ -159,7 +159,10 @@ def chains_from(draws: WeightedSamples, num_chains: int) -> tuple[dict[str, Tens
 def resampled_chains(
     state: ChainState, log_weights: Tensor, ancestors: Tensor
 ) -> tuple[ChainState, Tensor, Tensor, Tensor]:
-    """Draws chains anew by their weights, in data sets where too few are effective; adds what errors they then have.
+    """Draws chains anew by their weights, in data sets where fewer than half are effective.
+
+    Returns:
+        The chains' state and log weights, the variance of the log evidence by this step, and the ancestors.
 
     ``ancestors`` are the chains at the start that they come from, ``(chains, data sets)``.
     """
@@ -209,7 +212,7 @@ def spread_of(position: Tensor, log_weights: Tensor) -> Tensor:
 
 
 def correlation(before: Tensor, after: Tensor, log_weights: Tensor) -> Tensor:
-    """Returns the correlation ``(data sets,)`` of what chains had with what they have, ``(chains, data sets)`` each.
+    """Returns the correlation ``(data sets,)`` of two numbers of weighted chains, ``(chains, data sets)`` each.
 
     Example:
         >>> correlation(torch.tensor([[1.0], [2.0], [9.0]]), torch.tensor([[3.0], [5.0], [-1.0]]), torch.zeros(3, 1))

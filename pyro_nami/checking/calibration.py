@@ -11,7 +11,7 @@ __all__ = ["JOINT_DENSITY", "JOINT_TARP", "Calibration", "calibrate", "listed"]
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_nami.amortize.posterior import AmortizedPosterior
-from pyro_nami.checking.plots import RankPanel, plot_ranks
+from pyro_nami.checking.plots import RANK_PLOTS, RankPanel, draw_ranks, plot_all
 from pyro_nami.checking.rank_tests import JOINT_DENSITY, JOINT_TARP, Verdict, ecdf_tests, verdicts
 from pyro_nami.checking.simulations import finite_draws, guide_and_arguments, seeded
 from pyro_nami.inference.observations import observed_names
@@ -34,9 +34,7 @@ from pyro_nami.program.runner import Runner, takes_observations
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DRAWS_AT_ONCE = 2**15  # of the guide, over data sets; bounds memory
-# weighted draws of a posterior for each resampled one: of fewer, many would be the same
-WEIGHTED_PER_DRAW = 10
+DRAWS_AT_ONCE = 2**15  # of the guide, of all data sets together; more take more memory
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Calibration:
 
     @property
     def num_datasets(self) -> int:
-        """Number of data sets that there are ranks for."""
+        """Number of data sets with ranks."""
         return len(next(iter(self.ranks.values())))
 
     @property
@@ -117,8 +115,13 @@ class Calibration:
         return (level * (self.num_draws + 1) - ranks).clamp(0, 1).mean(0)
 
     @property
+    def _title(self) -> str:
+        verdict = "passed" if self.passed else f"failed at {listed(self.failed)}"
+        return f"Calibration: {self.num_datasets:,} data sets, {self.num_draws:,} draws each: {verdict}"
+
+    @property
     def panels(self) -> dict[str, RankPanel]:
-        """Site, or joint test -> what figures show of it."""
+        """Site, or joint test -> its ranks and verdict, for figures."""
         panels = {}
         for name, ranks in self._arrays.items():
             tests = len(ecdf_tests(name, len(ranks), self.num_draws)) * self.verdicts[name].elements
@@ -127,7 +130,7 @@ class Calibration:
         return panels
 
     def plot(self, kind: str = "ecdf", *, sites: Sequence[str] | None = None) -> Figure:
-        """Draws the ranks of some sites, with the bands that calibrated ones stay in.
+        """Draws the ranks of the worst element of some sites, with the bands that calibrated ones stay in.
 
         Args:
             kind: ``"ecdf"``, the distribution function of ranks less that of uniform ones, or ``"coverage"`` of central
@@ -137,7 +140,20 @@ class Calibration:
         Raises:
             ImportError: matplotlib is missing (the extra ``viz``).
         """
-        return plot_ranks(self.panels, kind, sites)
+        if kind not in RANK_PLOTS:
+            raise ValueError(f"Expected kind to be one of {', '.join(RANK_PLOTS)}; got {kind!r}.")
+        panels = self.panels
+        if sites is None:
+            least = sorted(panels, key=lambda name: panels[name].verdict.p_value)[:12]
+            sites = [name for name in panels if name in least]
+        drawings = {}
+        for name in sites:
+            if name not in panels:
+                raise ValueError(
+                    f"Expected sites with ranks, {', '.join(map(repr, panels))}; got '{name}'."
+                )
+            drawings[name] = partial(draw_ranks, panels=[panels[name]], kind=kind)
+        return plot_all(self._title, drawings)
 
     def __str__(self) -> str:
         coverage = self.coverage([0.5, 0.9])
@@ -149,8 +165,6 @@ class Calibration:
             half, most = (f"{float(share[v.worst]):.3f}" for share in coverage[name])
             numbers = (p_value, f"{v.deviation:.3f}", bias, spread, half, most)
             rows.append((shown, str(v.elements), v.verdict, *numbers))
-        title = f"Calibration: {self.num_datasets:,} data sets, {self.num_draws:,} draws each: "
-        title += "passed" if self.passed else f"failed at {listed(self.failed)}"
         notes = [_LEGEND.format(level=self.level)]
         if self.skipped:
             notes.append(
@@ -158,7 +172,7 @@ class Calibration:
             )
         if self.absent:
             notes.append(f"Not drawn by the guide: {', '.join(self.absent)}.")
-        return "\n".join([title, "", *aligned(rows, words=(0, 2)), "", *notes])
+        return "\n".join([self._title, "", *aligned(rows, words=(0, 2)), "", *notes])
 
 
 _LEGEND = """\
@@ -169,7 +183,7 @@ bias, spread: location and sd of the truth relative to the guide's, in the guide
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Returns names in quotes, the first few of many."""
+    """Returns names in quotes; of many, the first ones and the number of the others."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(f"'{name}'" for name in names[:most]) + rest
 
@@ -196,7 +210,7 @@ def calibrate(
     Args:
         model: a Pyro model.
         guide: takes ``observations={site: value}``, with batch dims left of the plates. A posterior of `amortize` in
-            place of a guide is judged by draws that are resampled from ten times as many weighted ones.
+            place of a guide is judged by draws that are resampled from ten times as many weighted ones, at least 1,000.
         *args, **kwargs: the model's arguments, by default the posterior's. Data among them is simulated anew.
         num_datasets: data sets; 1000 find sds that are off by 10 to 20%, and locations off by 0.2 sds.
         num_draws: draws of the guide for each data set.
@@ -247,8 +261,8 @@ def _ranks_of_all(
     points = _reference_points(truth.observed, forms, coordinates(truth.latents))
     target = replace(simulator.target, guide=guide)
     if chunk_size is None:
-        weighted = num_draws if posterior is None else WEIGHTED_PER_DRAW * num_draws
-        chunk_size = max(1, DRAWS_AT_ONCE // weighted)
+        draws_of_one = num_draws if posterior is None else _num_weighted(num_draws)
+        chunk_size = max(1, DRAWS_AT_ONCE // draws_of_one)
     parts = []
     try:
         with tqdm(
@@ -313,14 +327,19 @@ def _joint_ranks(
     return ranks
 
 
+def _num_weighted(num_draws: int) -> int:
+    """Returns how many weighted draws to resample from: from few, the same ones would come up again and again."""
+    return max(1000, 10 * num_draws)
+
+
 def _posterior_draws(
     posterior: AmortizedPosterior, num_draws: int, truth: JointDraws
 ) -> dict[str, Tensor]:
     """Returns draws of the latents, resampled from weighted ones, ``(num_draws, data sets, *plates, *event)``."""
     with warnings.catch_warnings():
-        # as some are by chance
-        warnings.filterwarnings("ignore", ".*outside the model's simulations")
-        found = posterior(truth.observed, WEIGHTED_PER_DRAW * num_draws, progress=False)
+        # of some data sets, by chance; the verdict tells of the others
+        warnings.filterwarnings("ignore", ".*outside the model's simulations|The importance weights")
+        found = posterior(truth.observed, _num_weighted(num_draws), progress=False)
     drawn = found.resample(num_draws)
     return {
         name: drawn[name].reshape(num_draws, *true.shape) for name, true in truth.latents.items()

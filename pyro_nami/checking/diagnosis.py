@@ -5,7 +5,6 @@ from __future__ import annotations
 __all__ = ["Diagnosis", "diagnose"]
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,23 +13,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from pyro_nami.amortize.improvement import weighted
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.checking.calibration import Calibration, calibrate, listed
 from pyro_nami.checking.misspecification import Misspecification, compare, observed_data
-from pyro_nami.checking.plots import BAD, INK, draw_histogram, draw_losses, draw_worst, plot_all
+from pyro_nami.checking.plots import draw_histogram, draw_losses, draw_ranks, plot_all
 from pyro_nami.checking.simulations import guide_and_arguments, seeded
 from pyro_nami.inference.history import History
-from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.observations import as_mapping, observed_names
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel
+from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_UNRELIABLE = 0.1  # share of data sets whose k-hat may be above the limit
+MAX_UNRELIABLE = 0.1  # share of data sets whose k-hat may be above 0.7
 _REMEDY = (
     "Train longer, on fresh simulations in every step, with wider networks (hidden_features=) or richer families "
     "(families='flow')."
@@ -41,7 +41,7 @@ _EXTRAPOLATED = (
 
 
 class Check(NamedTuple):
-    """A part of a diagnosis: what it prints and draws, and, if something is wrong, what and what to do about it."""
+    """A part of a diagnosis: its text and drawings; if it failed, the problem and the advice."""
 
     text: str
     drawings: Mapping[str, Callable[[Axes], None]]
@@ -51,7 +51,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What `diagnose` found.
+    """The result of `diagnose`, to ``print`` or to ``plot()``.
 
     Attributes:
         calibration: of the guide, over simulated data sets.
@@ -78,7 +78,7 @@ class Diagnosis:
 
     @cached_property
     def checks(self) -> list[Check]:
-        """Its parts, in order."""
+        """The parts of the diagnosis, in order."""
         checks = [_calibration(self.calibration)]
         if self.losses is not None:
             checks.insert(0, _training(self.losses, self.validation))
@@ -91,7 +91,7 @@ class Diagnosis:
 
     @property
     def problems(self) -> dict[str, str]:
-        """What is wrong -> what to do about it; empty if nothing is."""
+        """Problem -> advice; empty if nothing is wrong."""
         return {check.problem: check.advice for check in self.checks if check.problem}
 
     @property
@@ -101,7 +101,7 @@ class Diagnosis:
 
     @property
     def summary(self) -> str:
-        """What was found, in a line."""
+        """The verdict, in one line."""
         verdict = f"wrong are {'; '.join(self.problems)}" if self.problems else "passed"
         if self.effective_sample_size is None:
             return f"Diagnosis: {verdict}. The data have no density, so draws have no weights."
@@ -109,7 +109,7 @@ class Diagnosis:
         return f"Diagnosis: {verdict}. Median effective sample size {share:.0%} of the draws."
 
     def plot(self) -> Figure:
-        """Draws all of it: losses, ranks, coverage, weights, and the data among simulations.
+        """Draws losses, ranks, coverage, weights, and the data among simulations.
 
         Raises:
             ImportError: matplotlib is missing (the extra ``viz``).
@@ -137,8 +137,8 @@ def _training(losses: Sequence[float], validation: Sequence[tuple[int, float]]) 
 def _calibration(found: Calibration) -> Check:
     panels = list(found.panels.values())
     drawings = {
-        "Distribution of ranks": partial(draw_worst, panels=panels, kind="ecdf"),
-        "Expected coverage": partial(draw_worst, panels=panels, kind="coverage"),
+        "Distribution of ranks": partial(draw_ranks, panels=panels, kind="ecdf"),
+        "Expected coverage": partial(draw_ranks, panels=panels, kind="coverage"),
     }
     problem = f"calibration of {listed(found.failed)}" if found.failed else ""
     return Check(str(found), drawings, problem, _REMEDY)
@@ -167,7 +167,6 @@ def _weights(shares: Tensor, k: Tensor, num_samples: int, unreliable: float) -> 
             x_label="Pareto k (ends of the axis: and beyond)",
             place=K_MAX,
             label=f"above {K_MAX}: {unreliable:.0%}",
-            color=BAD,
             limits=(-0.5, 1.5),
         ),
     }
@@ -182,7 +181,6 @@ def _data(found: Misspecification) -> Check:
         x_label="distance from the simulations' center",
         place=found.distance,
         label=f"the data, p = {found.p_value:.2g}",
-        color=INK if found.passed else BAD,
     )
     problem = "" if found.passed else "data far outside the simulations"
     return Check(str(found), {"Data against simulations": draw}, problem, _EXTRAPOLATED)
@@ -204,8 +202,6 @@ def diagnose(
     **kwargs: Any,
 ) -> Diagnosis:
     """Checks a trained guide: calibration, importance weights, and whether the real data are like the simulations.
-
-    ``print`` the result, or ``plot()`` it.
 
     Args:
         guide: of the model; takes ``observations={site: value}``. Or a posterior of `amortize`, which has model,
@@ -232,28 +228,27 @@ def diagnose(
     proposal, args, kwargs = guide_and_arguments(guide, args, kwargs)
     given = as_mapping(observations)
     names = observed_names(observed, proposal, given)
-    with seeded(seed), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The importance weights are")  # it says so itself
+    with seeded(seed):
         simulator = Simulator(model, args, kwargs, names)
         data = {**observed_data(simulator), **given}
         compared = compare(simulator, data) if data.keys() >= set(simulator.observed) else None
         options: dict[str, Any] = {"num_datasets": num_datasets, "num_draws": num_draws}
         options |= {"observed": names, "progress": progress, **kwargs}
         calibration = calibrate(model, guide, *args, **options)
-        size = k = None
-        if not isinstance(model, SimulatorModel):
-            # calibrate has judged how many are not finite
-            simulated = simulator.draw(num_weighted).finite()[0].observed
-            weighted = importance_sample(
-                model, proposal, *args, num_samples=num_samples, observations=simulated, **kwargs
-            )
-            size, k = weighted.effective_sample_size, weighted.pareto_k
-    return Diagnosis(
-        calibration,
-        size,
-        k,
-        num_samples,
-        list(history.losses) or None,
-        tuple(history.validation),
-        compared,
-    )
+        size, k = _importance(simulator, proposal, num_weighted, num_samples)
+    losses = list(history.losses) or None
+    validation = tuple(history.validation)
+    return Diagnosis(calibration, size, k, num_samples, losses, validation, compared)
+
+
+def _importance(
+    simulator: Simulator, guide: Callable, num_datasets: int, num_samples: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns effective sample sizes and k-hats on simulated data sets; None if data have no density."""
+    if isinstance(simulator.model, SimulatorModel):
+        return None, None
+    # calibrate has judged how many are not finite
+    data = simulator.draw(num_datasets).finite()[0].observed
+    target = Target(simulator.model, guide, simulator.args, simulator.kwargs)
+    drawn = weighted(target, data, num_samples)
+    return drawn.effective_sample_size, drawn.pareto_k

@@ -68,7 +68,7 @@ def misspecification(
 
 
 def observed_data(simulator: Simulator) -> dict[str, Tensor]:
-    """Returns the values that a model observes itself; sites that it samples are not among them."""
+    """Returns the values that a model observes itself, without those that it samples."""
     with torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
         sites = simulator.target.run_model(Extent(), Runner({}))
     return {name: sites[name]["value"] for name in simulator.observed if sites[name]["is_observed"]}
@@ -85,7 +85,7 @@ def compare(
 
 
 def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) -> Tensor:
-    """Returns a site's data as a batch of one data set, as ``like`` is one of several."""
+    """Returns a site's data ``(1, *plates, *event)``, with the dtype and dims of simulations ``like``."""
     if data.get(name) is None:
         raise ValueError(
             f"Expected data of every observed site; got none for '{name}'. Pass it in observations=."

@@ -37,7 +37,7 @@ CLEAR = 3.0  # standard errors by which location or spread must be off to be nam
 
 
 class Verdict(NamedTuple):
-    """What the ranks of one site, or of a joint test, say.
+    """The result of testing the ranks of one site, or of a joint test.
 
     Attributes:
         verdict: ``"calibrated"``, ``"overconfident"``, ``"underconfident (conservative)"``, ``"biased"``, or
@@ -84,7 +84,7 @@ def verdicts(ranks: Mapping[str, Counts], num_draws: int, level: float) -> dict[
 
 
 def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
-    """Returns what is wrong with the ranks of a site, if anything is, before other sites are allowed for."""
+    """Returns the verdict on the ranks of a site by itself, not adjusted for other sites; never ``"calibrated"``."""
     num = len(ranks)
     counts = count_ranks(ranks.reshape(num, -1), num_draws)
     whole, *_ = tests = ecdf_tests(name, num, num_draws)
@@ -239,7 +239,7 @@ def central_counts(counts: NDArray) -> NDArray:
 
 
 def _location_and_spread(counts: Counts) -> tuple[float, float]:
-    """Mean and sd of ranks as normal scores, in units in which those of uniform ranks are 0 and 1."""
+    """Returns the mean and sd of ranks as normal scores; of uniform ranks, 0 and 1."""
     ranks = len(counts)
     scores = np.array([NormalDist().inv_cdf((rank + 0.5) / ranks) for rank in range(ranks)])
     scores /= max(np.sqrt((scores**2).mean()), 1e-12)
@@ -261,11 +261,11 @@ def _binomial_tails(num: int, probabilities: Array) -> tuple[Array, Array]:
 
 
 def _above(threshold: float, below: Array, above: Array) -> tuple[Counts, Counts]:
-    """The smallest and largest counts with both tails above half a threshold; those at exactly it are outside."""
+    """Returns the smallest and largest counts with both tails above half a threshold."""
     limit = threshold / 2 * (1 + 1e-12)
     return (below <= limit).sum(1), (above > limit).sum(1) - 1
 
 
 def _poisson_pmf(rate: float, most: int) -> Array:
-    """Probabilities of 0 to ``most``."""
+    """Returns the probabilities of the counts 0 to ``most``."""
     return np.exp(np.arange(most + 1) * np.log(rate) - rate - _log_factorials(most))

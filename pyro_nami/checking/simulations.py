@@ -1,4 +1,4 @@
-"""The simulated data sets that checks compare a guide, or real data, with."""
+"""Simulated data sets, to compare a guide or real data with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def guide_and_arguments(
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Hides what is run from handlers and gradients, on random numbers of its own: the state outside stays."""
+    """Runs a block without handlers and gradients, and leaves the random state outside as it was."""
     with forked_rng(), torch.no_grad(), poutine.block():
         if seed is not None:
             pyro.set_rng_seed(seed)

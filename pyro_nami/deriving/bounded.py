@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.expansion import (
+    TOLERANCE,
     Expansion,
     broadcast,
     irregular,
-    trimmed,
+    squeezed,
     without_gaps,
 )
 from pyro_nami.deriving.in_turn import InTurn, Order
@@ -28,7 +29,7 @@ from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["LinearBernoulli"]
 
-_MOST_ROUNDS, _STILL = 200, 1e-4  # of a fixed point, and how little a mean moves in the last
+MAX_ROUNDS = 200  # runs of the model until the search for a fixed point ends
 
 
 class LinearBernoulli(Expansion):
@@ -36,9 +37,8 @@ class LinearBernoulli(Expansion):
 
     Args:
         group, leading, nesting, differentiable, away: as for `Expansion`.
-        at: member -> value to expand about; by default the prior's mean.
-        orders: member -> the order of its elements, if these are to be drawn in turn; ``observed``: further latents
-            that would be members, had the call no values of them.
+        orders: member -> the order of its elements, if these are to be drawn in turn.
+        observed: further latents that would be members, had the call no values of them.
 
     References:
         Jaakkola & Jordan 1999, Variational Probabilistic Inference and the QMR-DT Network; Yan, Ailem & Sha 2019,
@@ -48,7 +48,6 @@ class LinearBernoulli(Expansion):
     def __init__(
         self,
         *args: Any,
-        at: Mapping[str, Tensor] | None = None,
         orders: Mapping[str, Order] | None = None,
         observed: Collection[str] = (),
         **kwargs: Any,
@@ -56,14 +55,11 @@ class LinearBernoulli(Expansion):
         super().__init__(*args, **kwargs)
         self._orders = orders
         self._observed = observed
-        self.prior_logits = dict[str, Tensor]()
-        self._args = args
-        self._kwargs = kwargs
-        self._at = at or {}
-        self._rounds = 1
-        self._logits: dict[str, Tensor] = {}
+        self.prior_logits: dict[str, Tensor] = {}
         self._slopes: dict[str, Tensor] = {}
-        # member -> part of the last gap gone, and that gap
+        self._rounds = 1
+        self._at: dict[str, Tensor] = {}  # values to expand about; at first the means of priors
+        # member -> what share of the last gap to the fixed point was gone, and that gap
         self._steps: dict[str, tuple[Tensor, Tensor]] = {}
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
@@ -84,56 +80,49 @@ class LinearBernoulli(Expansion):
         self.fit(sites)
         if self._orders:
             return InTurn(self, sites, self._orders, self._observed)
-        if self.group.bound != "bound" or self._rounds >= _MOST_ROUNDS:
+        if self.group.bound != "bound" or self._rounds >= MAX_ROUNDS:
             return None
+        self._rounds += 1
         gaps = {
-            name: logits.detach().sigmoid() - self.values[name].detach()
-            for name, logits in self._logits.items()
+            name: self.probabilities(name).detach() - self.values[name].detach()
+            for name in self._slopes
         }
-        if max(float(gap.abs().max()) for gap in gaps.values()) < _STILL:
+        if max(float(gap.abs().max()) for gap in gaps.values()) < TOLERANCE:
             return None
-        return self._moved(gaps)
-
-    def _moved(self, gaps: Mapping[str, Tensor]) -> LinearBernoulli:
-        """Returns the expansion a part of the way nearer to the means that the bound here gives.
-
-        The more is explained the less a bound asks for: where whole steps swing to and fro, they are halved.
-        """
-        at, steps = {}, {}
+        # The more is explained the less a bound asks for: where whole steps swing to and fro, they are halved.
         for name, gap in gaps.items():
             step, before = self._steps.get(name, (torch.ones_like(gap), gap))
             step = torch.where(gap * before < 0, 0.5 * step, (1.2 * step).clamp(max=1.0))
-            steps[name], at[name] = (step, gap), self.values[name].detach() + step * gap
-        following = type(self)(*self._args, at=at, **self._kwargs)
-        following._rounds, following._steps = self._rounds + 1, steps
-        return following
+            self._steps[name], self._at[name] = (step, gap), self.values[name].detach() + step * gap
+        return self
 
     def fit(self, sites: Mapping[str, Any]) -> None:
-        slopes = self.take(sites, again=self.differentiable, whole=True)
+        slopes = self.take(sites, again=self.differentiable)
         for name, slope in slopes.items():
-            shape = self.shapes[name]
+            shape = self.shape_of(name)
             prior: Any = innermost(self.priors[name])
-            logits = prior.logits.expand(broadcast(slope.shape, shape))
-            self.prior_logits[name] = logits.reshape(shape)
-            finite = self.finite[name] = slope.isfinite()
-            slope = torch.where(finite, slope, torch.zeros_like(slope))
-            logits = (logits + slope).reshape(shape)
-            self._logits[name] = logits if self.differentiable else logits.detach()
-            self._slopes[name] = slope.detach()
+            logits = prior.logits.expand(broadcast(slope.shape, shape)).reshape(shape)
+            self.finite[name] = slope.isfinite()
+            slope = slope.where(self.finite[name], 0.0).reshape(shape)
+            self.prior_logits[name] = logits
+            self._slopes[name] = slope if self.differentiable else slope.detach()
+
+    def _logits(self, name: str) -> Tensor:
+        logits = self.prior_logits[name] + self._slopes[name]
+        return logits if self.differentiable else logits.detach()
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
-        return self.bernoulli(name, self._logits[name], dims)
+        return self.bernoulli(name, self._logits(name), dims)
 
     def probabilities(self, name: str) -> Tensor:
         """Returns the probabilities of a member, ``(*batch, *plates, *event)``."""
-        return self._logits[name].sigmoid()
+        return self._logits(name).sigmoid()
 
     def bernoulli(self, name: str, logits: Tensor, dims: int | None = None) -> Any:
         """Returns a member's distribution by logits ``(*batch, *plates, *event)``, without ones beyond ``dims``."""
-        events = len(self.priors[name].event_shape)
-        cut = logits.dim() - events
-        logits = logits.reshape(trimmed(logits.shape[:cut], dims) + logits.shape[cut:])
-        return dist.Bernoulli(logits=logits, validate_args=False).to_event(events)
+        event_dim = len(self.priors[name].event_shape)
+        logits = squeezed(logits, dims, event_dim)
+        return dist.Bernoulli(logits=logits, validate_args=False).to_event(event_dim)
 
     def _tightest(self, site: Mapping[str, Any]) -> Tensor:
         """Returns where the bound of a child is tightest, given the means that the run was made at."""
@@ -142,11 +131,8 @@ class LinearBernoulli(Expansion):
         mean = bound.predictor(site["fn"])
         mean = mean if self.differentiable else mean.detach()
         tightest = bound.tightest(value, mean, mean.square())
-        return (
-            tightest.flatten(-len(site["fn"].event_shape))
-            if site["fn"].event_shape
-            else tightest.unsqueeze(-1)
-        )
+        return tightest.reshape(*tightest.shape[: mean.dim() - site["fn"].event_dim], -1)
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        return [values[name] * slope for name, slope in self._slopes.items()]
+        slopes = self._slopes.items()
+        return [values[name].reshape(slope.shape) * slope.detach() for name, slope in slopes]

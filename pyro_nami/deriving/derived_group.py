@@ -14,7 +14,7 @@ class ConjugateGroup(NamedTuple):
     Attributes:
         members: the latents, in sampling order.
         children: observed sites that they are parents of.
-        form: of the conditionals: a name in `conjugate_forms.FORMS`, "enumeration", "Gaussian" for a joint block,
+        form: of the conditionals: a name in `exponential_families.FORMS`, "enumeration", "Gaussian" for a joint block,
             "Newton" for one whose density is concave, "quadrature" for one with one or two elements of that kind,
             "marginal" for what comes first, with all others integrated out, or "Bernoulli" for binary ones by bounds.
         bound: what stands for the likelihood of children that have one: "" for nothing, "bounded" for a bound (see
@@ -25,8 +25,7 @@ class ConjugateGroup(NamedTuple):
         elements: number of elements of each member, of one instance or of the vector, at the guide's first call.
         flat: members with flat priors, which say nothing; see `pyro_nami.program.flat_priors`.
         needed: latents drawn before that the density reads.
-        vectorized: whether the model runs at several points of the members at once; those that a bound serves are then
-            drawn in turn.
+        in_turn: whether they are binary, and those that come later are explained away by those before.
     """
 
     members: tuple[str, ...]
@@ -37,7 +36,7 @@ class ConjugateGroup(NamedTuple):
     elements: tuple[int, ...] = ()
     flat: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
-    vectorized: bool = False
+    in_turn: bool = False
     bound: str = ""
 
     @property
@@ -60,10 +59,9 @@ class ConjugateGroup(NamedTuple):
         """Whether they take several runs of the model."""
         return self.has_mode or self.bound == "bound" or self.in_turn
 
-    @property
-    def in_turn(self) -> bool:
-        """Whether they are binary, and those that come later are explained away by those before."""
-        return self.form == "Bernoulli" and self.vectorized
+    def alone(self, form: str) -> ConjugateGroup:
+        """Returns the first member by itself, with a form of one latent."""
+        return ConjugateGroup(self.members[:1], self.children, form, needed=self.needed)
 
     def without(self, lacking: Collection[str], observed: Collection[str] = ()) -> ConjugateGroup:
         """Returns the group without sites that a call lacks; members that it observes are children."""

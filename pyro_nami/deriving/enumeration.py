@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributions.kl import register_kl
 
-from pyro_nami.deriving.expansion import Expansion, irregular, trimmed, within_plates
+from pyro_nami.deriving.expansion import Expansion, irregular, squeezed, within_plates
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["MOST_VALUES", "Enumeration", "num_values"]
 
-MOST_VALUES = 64
+MOST_VALUES = 64  # of a latent; a run of the model has a batch dim of so many
 
 
 class _WithoutScore:
@@ -110,17 +110,12 @@ class Enumeration(Expansion):
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         kind = _KINDS[type(innermost(self.priors[name]))]
-        logits = self._logits.reshape(
-            trimmed(self._logits.shape[:-1], dims) + self._logits.shape[-1:]
-        )
+        logits = squeezed(self._logits, dims, 1)
         if kind is _EnumeratedBernoulli:
             return kind(logits=logits[..., 1] - logits[..., 0], validate_args=False)
         return kind(logits=logits, validate_args=False)
 
     # ---- probing
-
-    def fit(self, sites: Mapping[str, Any]) -> None:
-        self.solve(sites)
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         return bool(self._logits.isfinite().any(-1).all())

@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
-import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch.distributions import TransformedDistribution
@@ -37,6 +36,7 @@ __all__ = [
     "narrowed",
     "parameters_of",
     "plate_shape",
+    "squeezed",
     "trimmed",
     "within_plates",
 ]
@@ -46,6 +46,18 @@ TOLERANCE = 1e-3  # relative, of what probing takes for the same
 
 class Changed(Exception):
     """Ends an expansion that a run has shown to be made for another model: sizes, or what is observed, are others."""
+
+
+class Measured(NamedTuple):
+    """The log density of a group's children at a point.
+
+    Attributes:
+        slopes: by each member's values; none of discrete ones.
+        totals: log density of each child, summed, in nats.
+    """
+
+    slopes: dict[str, Tensor]
+    totals: Tensor
 
 
 class Expansion:
@@ -60,9 +72,8 @@ class Expansion:
         given: values of the members at that point, if it is not to be told by deviations.
 
     Attributes:
-        until: the sites that the run has to reach.
         priors, values: of each member, once the run has met it; priors without masks.
-        shapes: of the values, with all batch dims.
+        measured: what a run showed of a point by itself.
         finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
             prior, given what is drawn before.
         count: number of points, along a dim of their own to the left of all others; None without such a dim.
@@ -70,6 +81,7 @@ class Expansion:
     """
 
     noise = 0.0
+    has_constants = False  # whether parts of the derivation may be kept, see `gaussian_constants`
 
     def __init__(
         self,
@@ -85,15 +97,18 @@ class Expansion:
         self.away = away
         self.differentiable = differentiable
         self._given = given or {}
-        self.until = (*group.members, *group.children)
         self.priors: dict[str, Any] = {}
         self.values: dict[str, Tensor] = {}
-        self.shapes: dict[str, torch.Size] = {}
         self.finite: dict[str, Tensor] = {}
         self.count: int | None = None
         self.leading = torch.Size(leading)
         # parameters of the bounds of children, 1 where none are given
         self.xi: dict[str, Tensor] = {}
+
+    @property
+    def until(self) -> tuple[str, ...]:
+        """The sites that the run has to reach."""
+        return *self.group.members, *self.group.children
 
     @property
     def points(self) -> dict[str, Any]:
@@ -123,7 +138,7 @@ class Expansion:
 
     def fit(self, sites: Mapping[str, Any]) -> None:
         """Finds the form's parameters from the sites of the run, of a form that is not known to hold yet."""
-        raise NotImplementedError
+        self.solve(sites)
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns terms that add up to the children's log density at values of the members, up to a constant."""
@@ -134,15 +149,16 @@ class Expansion:
         if self.away is None:
             self.fit(sites)
             return
+        slopes: dict[str, Tensor] = {}
         if all(leaf.requires_grad for leaf in self.values.values()):
-            slopes = self.take(sites, whole=True)
-            self.slopes = {name: each.detach() for name, each in slopes.items()}
-        self.totals = torch.stack([self._total(sites, name) for name in self.group.children])
+            slopes = {name: each.detach() for name, each in self.take(sites).items()}
+        totals = torch.stack([self._total(sites, name) for name in self.group.children])
+        self.measured = Measured(slopes, totals)
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child says something of the members, and the conditional is a proper one."""
         for child in self.group.children:
-            slopes = self.take(sites, again=True, whole=True, parts=[child])
+            slopes = self.take(sites, again=True, parts=[child])
             if not any(bool((slope != 0).any()) for slope in slopes.values()):
                 return False
         return True
@@ -160,13 +176,9 @@ class Expansion:
         for (name, value), *each in zip(at.items(), *slopes):
             terms = [value.detach() * slope for slope in each]
             # times the value, as slopes by its log
-            found = value.detach() * far.slopes[name]
+            found = value.detach() * far.measured.slopes[name]
             if not agree(found, torch.zeros_like(found), terms):
                 return False
-        return True
-
-    def fits(self, others: Any) -> bool:
-        """Whether each child by itself is of the form, by its log density at several points along a line."""
         return True
 
     def gain(self, near: Any, far: Any) -> tuple[Tensor, Tensor]:
@@ -181,59 +193,55 @@ class Expansion:
         sites: Mapping[str, Any],
         *,
         again: bool = False,
-        whole: bool = False,
         parts: Sequence[str] = (),
+        more: Sequence[Tensor] = (),
     ) -> dict[str, Tensor]:
         """Returns the slopes by the members' values.
 
         Args:
             sites: of the run.
             again: whether they are to be differentiated themselves.
-            whole: whether the form is not known to hold yet.
             parts: the children whose log density it is; by default all.
+            more: further terms that add to the log density, of one element each.
         """
-        # a traced tensor's shape is none that autograd can compare
-        whole = whole or torch.jit.is_tracing()
         with derivatives():
             # Of sites that a call lacks there are no data.
             terms = [
-                self._term(sites, name, whole)
+                self.density(sites, name).sum()
                 for name in parts or self.group.children
                 if name in sites
             ]
-            terms = [term for term in terms if term[0].requires_grad]
+            terms = [term for term in [*terms, *more] if term.requires_grad]
+            leaves = list(self.values.values())
             if not terms:
                 return {name: torch.zeros_like(leaf) for name, leaf in self.values.items()}
             slopes = torch.autograd.grad(
-                [output for output, _ in terms],
-                list(self.values.values()),
-                [cotangent for _, cotangent in terms],
-                create_graph=again,
-                retain_graph=again or whole,
-                materialize_grads=True,
+                terms, leaves, create_graph=again, retain_graph=True, materialize_grads=True
             )
         return dict(zip(self.values, slopes))
 
     def choose(self, name: str, prior: Any) -> Tensor:
         """Returns a member's values at the points, given its prior."""
-        leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
-        batch = broadcast(leading, torch.Size(prior.batch_shape))
-        event = torch.Size(prior.event_shape)
-        if len(batch) > len(leading):
+        prior = self.priors[name] = unmasked(prior)
+        shape = self.shape_of(name)
+        dims = len(self.leading) + (self.count is not None)
+        if len(shape) > dims + len(prior.event_shape):
             raise RuntimeError(
                 f"'{name}' has more batch dims than its plates and the dims of the points."
             )
-        prior = self.priors[name] = unmasked(prior)
-        self.shapes[name] = batch + event
         given = self._given.get(name)
-        value = (
-            self.start(name, prior, batch + event) if given is None else given.expand(batch + event)
-        )
+        value = self.start(name, prior, shape) if given is None else given.expand(shape)
         # with one point a model sees the dims that it is used to
-        if self.count is None and leading.numel() == 1:
-            value = value.reshape(prior.batch_shape + event)
+        if self.count is None and self.leading.numel() == 1:
+            value = value.reshape(prior.batch_shape + prior.event_shape)
         self.values[name] = value.clone().requires_grad_(value.is_floating_point())
         return self.values[name]
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Returns the shape of a member's values, with all batch dims."""
+        leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
+        prior = self.priors[name]
+        return broadcast(leading, torch.Size(prior.batch_shape)) + torch.Size(prior.event_shape)
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
@@ -255,31 +263,6 @@ class Expansion:
                     -torch.inf, dtype=torch.get_default_dtype(), device=value.device
                 )
         return self.density(sites, name).detach().sum()
-
-    def _term(
-        self, sites: Mapping[str, Any], name: str, whole: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns an output and its cotangent, of which the slope of a site's log density is the product.
-
-        That is the log density, summed; or a Normal's location and weighted error, which takes half the time, if that
-        need not be the ``whole`` of it: its scale does not depend on the members.
-        """
-        site = sites[name]
-        fn = site["fn"]
-        value = without_gaps(site)
-        mask = site["mask"]
-        if whole or type(fn) is not dist.Normal:
-            return self.density(sites, name).sum(), None
-        cotangent = (value - fn.loc) * self.precision(sites, name)
-        if mask is not None:
-            cotangent = torch.where(torch.as_tensor(mask), cotangent, torch.zeros_like(cotangent))
-        return fn.loc.expand(cotangent.shape), cotangent
-
-    def precision(self, sites: Mapping[str, Any], name: str) -> Any:
-        """Returns a Normal site's precision, at its scale relative to that of the members; size 1 where it is one."""
-        precision = narrowed(sites[name]["fn"].scale).square().reciprocal()
-        weight = self.weight(sites, name)
-        return precision if weight is None else precision * weight
 
     def weight(self, sites: Mapping[str, Any], name: str) -> Any:
         """Returns the scale of a site relative to that of the members; None if it is the same."""
@@ -367,6 +350,11 @@ def trimmed(shape: torch.Size, dims: int | None) -> torch.Size:
     while dims is not None and len(shape) > dims and shape[0] == 1:
         shape = shape[1:]
     return shape
+
+
+def squeezed(value: Tensor, dims: int | None, event_dim: int = 0) -> Tensor:
+    """Returns a tensor ``(*batch, *event)`` without leading batch dims of size 1 beyond a number of dims."""
+    return value.reshape(trimmed(value.shape, None if dims is None else dims + event_dim))
 
 
 def irregular(shape: torch.Size, like: Tensor, phase: int) -> Tensor:

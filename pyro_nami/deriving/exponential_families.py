@@ -13,20 +13,28 @@ from typing import Any, NamedTuple
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import transform_to
 
 from pyro_nami.deriving.expansion import (
     TOLERANCE,
     Expansion,
     derivatives,
     irregular,
-    trimmed,
+    squeezed,
 )
 from pyro_nami.factors.truncated_normal import TruncatedNormal
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["FORMS", "ByStatistics", "Form", "forms_of"]
 
-_FLAT = 1e-5  # least deviation of a prior in those of the Normal that it cuts, which is flat then
+# deviation of a prior, in deviations of the Normal that it cuts, below which the Normal counts as flat
+FLAT = 1e-5
+
+
+def _about_mean(prior: Any, t: Tensor) -> Tensor:
+    """Returns the prior's mean moved by t in unconstrained space."""
+    bijection = transform_to(prior.support)
+    return bijection(bijection.inv(prior.mean) + t)
 
 
 class Form(NamedTuple):
@@ -34,17 +42,17 @@ class Form(NamedTuple):
 
     Attributes:
         priors: types of the prior.
-        at: prior, t -> a point in the support, whatever t is; near the prior's bulk for small ones.
         statistics: z -> T1(z), T2(z), elementwise.
         kind: type of the conditional.
         parameters: prior, e1, e2 -> those of the conditional.
+        at: prior, t -> a point in the support, whatever t is; near the prior's bulk for small ones.
     """
 
     priors: tuple[type, ...]
-    at: Callable[[Any, Tensor], Tensor]
     statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
     kind: Any
     parameters: Callable[[Any, Tensor, Tensor], tuple[Tensor, ...]]
+    at: Callable[[Any, Tensor], Tensor] = _about_mean
 
 
 def _log_normal(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
@@ -63,12 +71,6 @@ def _beta(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     return prior.concentration1 + e1, prior.concentration0 + e2
 
 
-def _within(prior: Any, t: Tensor) -> Tensor:
-    if isinstance(prior, dist.Uniform):
-        return prior.low + (prior.high - prior.low) * t.sigmoid()
-    return prior.mean * t.exp()
-
-
 def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     low, high = (
         (prior.low, prior.high)
@@ -77,7 +79,7 @@ def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     )
     slope = -prior.rate if isinstance(prior, dist.Exponential) else 0.0
     own = prior.scale.square().reciprocal() if isinstance(prior, dist.HalfNormal) else 0.0
-    precision, least = own - e2, (_FLAT / prior.stddev).square()
+    precision, least = own - e2, (FLAT / prior.stddev).square()
     precision = torch.where(precision > -least, precision.clamp(min=least), torch.nan)
     return torch.broadcast_tensors((slope + e1) / precision, precision.rsqrt(), low, high)
 
@@ -85,28 +87,26 @@ def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
 FORMS: dict[str, Form] = {
     "LogNormal": Form(
         (dist.LogNormal,),
-        lambda prior, t: (prior.loc + prior.scale * t).exp(),
         lambda z: (z.log(), z.log().square() / 2),
         dist.LogNormal,
         _log_normal,
+        lambda prior, t: (prior.loc + prior.scale * t).exp(),
     ),
     "Gamma": Form(
         (dist.Gamma, dist.Exponential, dist.Chi2),
-        lambda prior, t: prior.mean * t.exp(),
         lambda z: (z.log(), z),
         dist.Gamma,
         _gamma,
     ),
     "InverseGamma": Form(
         (dist.InverseGamma,),
-        lambda prior, t: prior.rate / (prior.concentration + 1) * t.exp(),
         lambda z: (z.log(), z.reciprocal()),
         dist.InverseGamma,
         lambda prior, e1, e2: (prior.concentration - e1, prior.rate - e2),
+        lambda prior, t: prior.rate / (prior.concentration + 1) * t.exp(),
     ),
     "Beta": Form(
         (dist.Beta, dist.Uniform),
-        lambda prior, t: (prior.mean.logit() + t).sigmoid(),
         lambda z: (z.log(), (-z).log1p()),
         dist.Beta,
         _beta,
@@ -114,14 +114,12 @@ FORMS: dict[str, Form] = {
     # The second statistic sums to a constant: it takes up how far a model normalizes by itself.
     "Dirichlet": Form(
         (dist.Dirichlet,),
-        lambda prior, t: (prior.mean.log() + t).softmax(-1),
         lambda z: (z.log(), z),
         dist.Dirichlet,
         lambda prior, e1, e2: (prior.concentration + e1,),
     ),
     "TruncatedNormal": Form(
         (dist.Uniform, dist.HalfNormal, dist.Exponential),
-        _within,
         lambda z: (z, z.square() / 2),
         TruncatedNormal,
         _truncated,
@@ -129,7 +127,7 @@ FORMS: dict[str, Form] = {
 }
 
 
-_ASIDE = 0.0317
+ASIDE = 0.0317  # nats about the mean, or prior deviations, where children's slopes are taken
 
 
 def forms_of(prior: Any, moving: bool = False) -> list[str]:
@@ -164,12 +162,12 @@ class ByStatistics(Expansion):
             )
         # Not at the mean itself: at 1/2 some densities have no curvature by their implementation.
         with torch.no_grad():
-            t = (_ASIDE if self.away is None else self.away) * irregular(shape, base.mean, 1)
+            t = (ASIDE if self.away is None else self.away) * irregular(shape, base.mean, 1)
             return self._form.at(base, t).expand(shape)
 
-    def fit(self, sites: Mapping[str, Any]) -> None:
+    def solve(self, sites: Mapping[str, Any]) -> None:
         """Solves e1 T1' + e2 T2' = l' and e1 T1'' + e2 T2'' = l'', the latter along one direction in a simplex."""
-        leaf, slope = self.values[self._name], self.take(sites, again=True, whole=True)[self._name]
+        leaf, slope = self.values[self._name], self.take(sites, again=True)[self._name]
         z, along = leaf.detach(), torch.ones_like(leaf)
         if innermost(self.priors[self._name]).event_shape:
             along[..., -1] = 1.0 - leaf.shape[-1]
@@ -188,17 +186,13 @@ class ByStatistics(Expansion):
         e1, e2 = (torch.where(finite, each, 0.0) for each in (e1, e2))
         self.natural = (e1, e2) if self.differentiable else (e1.detach(), e2.detach())
 
-    def solve(self, sites: Mapping[str, Any]) -> None:
-        self.fit(sites)
-
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         prior = self.priors[name]
+        event_dim = len(prior.event_shape)
         parameters = self._form.parameters(innermost(prior), *self.natural)
-        event_dims = len(prior.event_shape)
-        shape = parameters[0].shape
-        shape = trimmed(shape[: len(shape) - event_dims], dims) + shape[len(shape) - event_dims :]
-        fn = self._form.kind(*(each.reshape(shape) for each in parameters), validate_args=False)
-        return fn.to_event(event_dims - len(fn.event_shape))
+        trim = (squeezed(each, dims, event_dim) for each in parameters)
+        fn = self._form.kind(*trim, validate_args=False)
+        return fn.to_event(event_dim - len(fn.event_shape))
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         parameters = self._form.parameters(innermost(self.priors[self._name]), *self.natural)

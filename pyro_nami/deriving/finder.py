@@ -21,10 +21,12 @@ which are exact in a given inverse.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import networkx as nx
 import pyro.distributions as dist
 import torch
 
@@ -42,73 +44,82 @@ from pyro_nami.graph.network import BayesNet
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import is_masked_within, own_mask
 
-__all__ = ["MOST_DENSE", "Finder"]
+__all__ = ["COMPILED", "MOST_DENSE", "Finder"]
 
-MOST_DENSE = 500  # elements of a joint block that are eliminated as one vector
-_MOST_TRIED = 12
-_COMPILED = "a compiled objective takes a mode for a constant, and its mode moves with what is drawn before, or learned"
+# Elements of a joint block that are eliminated as one vector; ten times as many take 1,000 times as long.
+MOST_DENSE = 500
+# Latents that are tried one by one, each by several runs of the model; of more, latents of the same plates are tried
+# together. Ten times more let long chains take minutes.
+MOST_TRIED = 12
+COMPILED = "a compiled objective takes a mode for a constant, and its mode moves with what is drawn before, or learned"
 _LATER = "its data depend on '{}', which is drawn later"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finder(Refutation):
+class Finder:
     """Finds latents with exact conditionals.
 
     Args:
+        tests: of the forms that conditionals may have.
         net: the model's network.
         nodes: the sites of a run of the model, and ``frames`` the plates of each.
         subsampled: plates of which a call sees a part only.
         unread: observed sites of which a call sees a part only.
         excluded: latents that are to have no exact conditional -> why.
-        predictive: latents without data.
-        read_masked: latents that something reads where their own density is masked.
         is_compiled: whether modes are to be constants, as in a trace; latents whose modes would move are learned.
         bounds: latents whose conditionals are to be by bounds -> "bounded" or "bound", see `ConjugateGroup`.
-        cut: latents whose priors are not to be taken for flat -> why.
-        nesting, run, draws: as for `Refutation`.
+        bent: latents whose priors are not to be taken for flat -> why.
+
+    Attributes:
+        flat: latents with flat priors that are in the joint block; those that are not are in ``bent`` then.
+        obstacles: latent -> what speaks against it, if anything; found once.
     """
 
+    tests: Refutation
     net: BayesNet
     nodes: Mapping[str, Any]
     frames: Mapping[str, frozenset[str]]
     subsampled: Collection[str]
     unread: Collection[str]
     excluded: Mapping[str, str]
-    predictive: Collection[Any]
-    read_masked: Collection[str] = frozenset()
     is_compiled: bool = False
     bounds: Mapping[str, str] = field(default_factory=dict)
-    cut: Mapping[str, str] = field(default_factory=dict)
-    # latents that are learned as their modes are no constants of a trace
-    moving: set[str] = field(default_factory=set)
-    # latent -> what speaks against it, if anything; found once
+    bent: dict[str, str] = field(default_factory=dict)
+    flat: set[str] = field(default_factory=set)
     obstacles: dict[str, str] = field(default_factory=dict)
-    # latent with a flat prior -> whether a joint block has it
-    flat: dict[str, bool] = field(default_factory=dict)
-    bent: dict[str, str] = field(default_factory=dict)  # why others of these are not
+
+    @functools.cached_property
+    def predictive(self) -> set:
+        """Latents without data."""
+        seen = set().union(*(nx.ancestors(self.net.graph, name) for name in self.net.observed))
+        return set(self.net.latent) - seen
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Latent -> why its conditional is not exact, as last found."""
+        return self.tests.refused
 
     def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
-        """As for `Refutation`, by the first form that holds of those that a prior may have."""
+        """Returns the group by the first form that holds, as `Refutation.holding` does for one form."""
         held = self._first_holding(group, near)
         if held is None or not (held.has_mode and self.is_compiled and self._moves(held)):
             return held
-        self.refused.update(dict.fromkeys(held.members, _COMPILED))
-        self.moving.update(held.members)
+        self.refused.update(dict.fromkeys(held.members, COMPILED))
         return None
 
     def _first_holding(self, group: ConjugateGroup, near: bool) -> ConjugateGroup | None:
         name = group.members[0]
         alone = group.form == "Gaussian" and group.flat == {name} == set(group.members)
-        forms = self._forms(name) if group.form in FORMS or alone else []
-        for form in forms:  # a truncated Normal, say, which bounds may cut anywhere
-            of_one = ConjugateGroup((name,), group.children, form, needed=group.needed)
-            if found := super().holding(of_one, near):
+        for form in self._forms(name) if group.form in FORMS or alone else ():
+            # a truncated Normal, say, which bounds may cut anywhere
+            if found := self.tests.holding(group.alone(form), near):
                 return found
-        return super().holding(group, near) if group.form not in FORMS else None
+        return self.tests.holding(group, near) if group.form not in FORMS else None
 
     def _moves(self, group: ConjugateGroup) -> bool:
         """Whether a group's mode depends on more than the data of a call: on latents, parameters or instances."""
-        return bool(group.needed or self.subsampled or self.parameters(group, self.draws[0]))
+        tests = self.tests
+        return bool(group.needed or self.subsampled or tests.parameters(group, tests.draws[0]))
 
     # ---- in a given inverse
 
@@ -119,9 +130,7 @@ class Finder(Refutation):
             inverse: what each latent may read.
             order: latents in sampling order.
         """
-        if not self.flat and any(
-            flat_prior(self.nodes[name]["fn"]) for name in order if name in self.nodes
-        ):
+        if any(self._may_be_flat(name) and name not in self.flat for name in order):
             self.block()  # which tells what is to be taken for flat
         found: dict[str, ConjugateGroup] = {}
         exact = self._dependencies(inverse)
@@ -132,7 +141,7 @@ class Finder(Refutation):
             group = self._group(sorted(members, key=order.index), inverse) if members else None
             if group is None and len(members) > 1:
                 self.refused.setdefault(name, _LATER.format(members[1]))
-            halved = failed.issuperset(members) and (halved or len(failed) > _MOST_TRIED)
+            halved = failed.issuperset(members) and (halved or len(failed) > MOST_TRIED)
             if group is None or halved and 2 * len(members) > len(failed):
                 continue  # as to try each end of a long chain would take too many runs of the model
             # By a bound, binary latents do not depend on each other.
@@ -146,9 +155,8 @@ class Finder(Refutation):
                 found.update({name: self._own(exact_group, name) for name in group.members})
             else:
                 failed = frozenset(members)
-        bent = {**self.bent, **self.cut}
         self.refused.update(
-            {name: reason for name, reason in bent.items() if reason and name not in found}
+            {name: reason for name, reason in self.bent.items() if reason and name not in found}
         )
         return found
 
@@ -208,18 +216,13 @@ class Finder(Refutation):
             for name in self.net.latent
             if name in self.nodes and not self.net.sites[name].marginalized
         ]
-        self.flat.update({name: True for name in shown if self._may_be_flat(name)})
-        self.flat.update({name: False for name in self.flat if self._is_probability(name)})
+        flat = {name for name in shown if self._may_be_flat(name)}
+        self.flat.update(flat)
+        self.flat.difference_update([name for name in flat if self._is_probability(name)])
         latents = [name for name in self.nodes if name in shown and self._is_able(name)]
-        block = self._closed([name for name in latents if self._is_normal(name)])
-        if self.flat.keys().isdisjoint(block):
-            block = self._most(block)
-        elif not self._is_block(block, near=False):
-            block = self._with_flat(latents, [name for name in block if name not in self.flat])
-        self.flat.update({name: name in block for name in self.flat})
-        self.bent.update(
-            {name: self.refused.get(name, "") for name in self.flat if not self.flat[name]}
-        )
+        block = self._largest([name for name in latents if self._is_normal(name)])
+        self.flat.intersection_update(block)
+        self.bent.update({name: self.refused.get(name, "") for name in flat - self.flat})
         self.obstacles.clear()  # as these are priors of another kind then
         latents = [name for name in latents if self._is_able(name)]
         taken, single = {child for name in block for child in self._data(name)}, []
@@ -232,51 +235,42 @@ class Finder(Refutation):
         depths = dict(zip(block, self._levels(block)[0]))
         return self._parts([*_by_depth(depths), single]) if block or single else []
 
-    def _most(self, able: list[str]) -> list[str]:
-        """Returns the latents with Normal priors that are one block: all of them, or as many as are, Gaussian first."""
-        if not able or self._is_block(able):
-            return able
-        exact, most = (self._as_many(able, near) for near in (False, True))
-        return most if len(most) > len(exact) else exact
-
-    def _as_many(self, able: list[str], near: bool) -> list[str]:
-        """Returns as many latents as are one block, added one kind after another."""
-        block: list[str] = []
-        # Latents of the same plates come together where there are many, as each trial takes runs of the model.
-        frames = dict.fromkeys(self.frames[name] for name in reversed(able))
-        alike = [[name for name in able if self.frames[name] == each] for each in frames]
-        for names in alike if len(able) > _MOST_TRIED else [[name] for name in reversed(able)]:
-            trial = self._closed([each for each in able if each in {*names, *block}])
-            if len(trial) > len(block) and self._is_block(trial, near):
-                block = trial
-        return block
-
-    def _with_flat(self, latents: list[str], normal: list[str]) -> list[str]:
-        """Returns a block of latents with Normal and with flat priors: Gaussian if there is one, else about a mode.
+    def _largest(self, latents: list[str]) -> list[str]:
+        """Returns the largest block of latents with Normal or flat priors: Gaussian, unless one about a mode is larger.
 
         Flat ones between zero and some number come last, as these mostly are scales.
         """
-        flat = [name for name in latents if self.flat.get(name)]
+        flat = [name for name in latents if name in self.flat]
+        whole = self._closed(latents)
+        if not whole or self._is_block(whole, near=self.flat.isdisjoint(whole)):
+            return whole
         priors = {name: flat_prior(self.nodes[name]["fn"]) for name in flat}
         scales = [name for name, prior in priors.items() if prior and bool((prior.low == 0).all())]
+        normal = [name for name in latents if name not in flat]
         places = [name for name in flat if name not in scales]
+        exact: list[str] = []
+        for names in (normal, places, scales):
+            exact = self._grown(exact, names, latents, near=False)
+        most = self._grown([], normal, latents, near=True)
+        if exact and len(exact) >= len(most):
+            return exact
+        for names in (places, scales):
+            most = self._grown(most, names, latents, near=True)
+        return most
 
-        def grown(block: list[str], names: list[str], near: bool) -> list[str]:
-            trial = self._closed([each for each in latents if each in {*names, *block}])
-            if not names or len(trial) <= len(block):
-                return block
-            if self._is_block(trial, near):
-                return trial
-            half = len(names) // 2
-            return grown(grown(block, names[:half], near), names[half:], near) if half else block
-
-        exact = grown(grown(self._as_many(normal, near=False), places, False), scales, False)
-        most = self._most(normal)
-        return (
-            exact
-            if exact and len(exact) >= len(most)
-            else grown(grown(most, places, True), scales, True)
-        )
+    def _grown(
+        self, block: list[str], names: list[str], latents: list[str], near: bool
+    ) -> list[str]:
+        """Returns a block with as many of some latents as it can have: all at once, or one kind after another."""
+        kinds = [[name] for name in reversed(names)]
+        if len(names) > MOST_TRIED:
+            frames = dict.fromkeys(self.frames[name] for name in reversed(names))
+            kinds = [[name for name in names if self.frames[name] == each] for each in frames]
+        for kind in (names, *kinds):
+            trial = self._closed([each for each in latents if each in {*kind, *block}])
+            if len(trial) > len(block) and self._is_block(trial, near):
+                block = trial
+        return block
 
     def _parts(self, first: Sequence[Sequence[str]]) -> list[list[str]]:
         """Returns blocks of all latents: those without data, some that come first, and the rest."""
@@ -290,36 +284,36 @@ class Finder(Refutation):
         return [part for part in shown if part]
 
     def _closed(self, names: Sequence[str]) -> list[str]:
-        """Returns latents without those that a latent outside of them depends on."""
+        """Returns latents without those that latents outside of them depend on, and without the largest of too many."""
         kept = list(names)
         while True:
-            bad = {name: self._children(name).difference(self._data(name), kept) for name in kept}
-            bad = {name: outside for name, outside in bad.items() if outside}
-            if not bad:
-                return self._small_enough(kept)
-            for name, outside in bad.items():
-                self.refused[name] = (
-                    f"'{min(outside)}' depends on it, which has no such conditional"
-                )
-            kept = [name for name in kept if name not in bad]
-
-    def _small_enough(self, names: list[str]) -> list[str]:
-        """Returns latents without the largest ones that would make the dense vector too long."""
-        while names:
-            depths, lifted = self._levels(names)
-            sizes = {
-                name: self._elements(name, False)
-                for name, depth in zip(names, depths)
-                if depth >= lifted
+            outside = {
+                name: self._children(name).difference(self._data(name), kept) for name in kept
             }
-            if sum(sizes.values()) <= MOST_DENSE:
-                return names
-            largest = max(sizes, key=sizes.__getitem__)
-            self.refused[largest] = (
-                f"a joint block of {sum(sizes.values())} elements has more than {MOST_DENSE}"
-            )
-            names = self._closed([name for name in names if name != largest])
-        return names
+            reasons = {
+                name: f"'{min(each)}' depends on it, which has no such conditional"
+                for name, each in outside.items()
+                if each
+            }
+            reasons = reasons or self._too_large(kept)
+            if not reasons:
+                return kept
+            self.refused.update(reasons)
+            kept = [name for name in kept if name not in reasons]
+
+    def _too_large(self, names: Sequence[str]) -> dict[str, str]:
+        """Returns the largest latent of a dense vector that is too long -> why it is refused; else nothing."""
+        depths, lifted = self._levels(names)
+        sizes = {
+            name: self._elements(name, False)
+            for name, depth in zip(names, depths)
+            if depth >= lifted
+        }
+        total = sum(sizes.values())
+        if total <= MOST_DENSE:
+            return {}
+        reason = f"a joint block of {total} elements has more than {MOST_DENSE}"
+        return {max(sizes, key=sizes.__getitem__): reason}
 
     def _is_block(self, names: Sequence[str], near: bool = True) -> bool:
         group = self._group(names)
@@ -340,11 +334,11 @@ class Finder(Refutation):
     def _obstacles(self, name: str) -> Iterator[str]:
         """Yields what the network and the site itself say against an exact conditional."""
         site, data = self.nodes[name], self._data(name)
+        if name in self.excluded:
+            yield self.excluded[name]
         if not self._is_normal(name) and self._form(name) is None:
             yield f"its prior, {type(innermost(site['fn'])).__name__}, is of no such form"
-        if name in self.read_masked:
-            yield "its prior is masked where something reads it"
-        elif is_masked_within(site["fn"]) or own_mask(site) is not None and self._bound([name]):
+        if is_masked_within(site["fn"]) or own_mask(site) is not None and self._bound([name]):
             yield "it is masked"
         needed = (
             set()
@@ -371,26 +365,23 @@ class Finder(Refutation):
                 or not self.frames[child].intersection(self.subsampled) <= self.frames[name]
             ):
                 yield f"a call sees a part only of '{child}', which depends on it"
-        if name in self.excluded:
-            yield self.excluded[name]
 
     def _is_counted(self, name: Any) -> bool:
         return name not in self.nodes or self.nodes[name]["fn"].has_enumerate_support
 
     def _is_normal(self, name: str) -> bool:
         kinds = (dist.Normal, dist.MultivariateNormal)
-        return self.flat.get(name, False) or type(innermost(self.nodes[name]["fn"])) in kinds
+        return name in self.flat or type(innermost(self.nodes[name]["fn"])) in kinds
 
     def _may_be_flat(self, name: str) -> bool:
         """Whether a latent has a flat prior, with bounds that no latent moves."""
         flat = name in self.nodes and flat_prior(self.nodes[name]["fn"]) is not None
-        return flat and name not in self.cut and self._parents(name) <= set(self.net.observed)
+        return flat and name not in self.bent and self._parents(name) <= set(self.net.observed)
 
     def _is_probability(self, name: str) -> bool:
         """Whether the conditional of a latent with a flat prior is a Beta distribution."""
         group = self._group([name]) if "Beta" in self._forms(name) else None
-        beta = group and ConjugateGroup((name,), group.children, "Beta", needed=group.needed)
-        return beta is not None and super().holding(beta) is not None
+        return group is not None and self.tests.holding(group.alone("Beta")) is not None
 
     def _form(self, name: str) -> str | None:
         fn = self.nodes[name]["fn"]
@@ -453,13 +444,9 @@ class Finder(Refutation):
         if sum(n for n, depth in zip(elements, depths) if depth >= lifted) > MOST_DENSE:
             return None
         flat = frozenset(name for name in names if name in self.flat)
-        given: dict[str, Any] = {
-            "depths": tuple(depths),
-            "num_lifted": lifted,
-            "elements": tuple(elements),
-        }
-        # As no prior says how far apart points are to be, slopes of slopes are taken at one.
-        return group._replace(**given, flat=flat, vectorized=not flat)
+        return group._replace(
+            depths=tuple(depths), num_lifted=lifted, elements=tuple(elements), flat=flat
+        )
 
     def _bound(self, names: Sequence[str]) -> str:
         """Returns what stands for likelihoods in the conditionals of some latents; "" for these themselves."""

@@ -13,29 +13,31 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from pyro_nami.deriving.grids import FLOOR
+from pyro_nami.deriving.grids import FLOOR, SIZE
 
-__all__ = ["SIZE", "Box", "search"]
+__all__ = ["Box", "search"]
 
-SIZE = 33  # points along a side of the grid; the error falls with the fourth power
 DEPTH = 8.0  # nats below the maximum, to which the grid reaches; the share left out is exp(-DEPTH)
-STEP = 2 / (SIZE - 1)  # of the grid, of a side of 2
-MAX_SLOPE = 0.25  # of the second coordinate by the first, until the box is sheared
-MAX_GRIDS = 40  # tables of the log density until the search gives up
-MAX_WIDENED = 2  # times that the box is widened for other modes until the search gives up
+STEP = 2 / (SIZE - 1)  # between points, in coordinates
 LONG_STEP = 4.0  # half sides by which a box grows to where the log density goes on rising
-LEAST_COVERED = 0.5  # share of the points of a side within DEPTH; the others are spent on nothing
+# share of a side's points that are within DEPTH; ten times less leaves few points to tell a density by
+LEAST_COVERED = 0.5
+MAX_GRIDS = 20  # tables of the log density until the search gives up
 MAX_PEAKS = 8  # local maxima that are kept of a table
-CLIMB_ROUNDS, CLIMB_POINTS = 16, 5
-"""Rounds of a climb to a mode, which halve the search width, and points a side of each."""
+CLIMB_ROUNDS = 16  # of a climb to a mode, which halve a step of the grid at most so many times
 
 
 class Box(NamedTuple):
     """A parallelogram in unconstrained space, the image of coordinates between -1 and 1.
 
     Attributes:
-        center: ``(*batch, members)``.
-        sides: the place is center + sides @ coordinates; lower triangular, ``(*batch, members, members)``.
+        center: the place of coordinates 0, ``(*batch, members)``.
+        sides: lower triangular, ``(*batch, members, members)``; places are center + sides @ coordinates.
+
+    Example:
+        >>> box = Box.upright([torch.tensor(5.0)], [torch.tensor(2.0)])
+        >>> box.places(torch.tensor([[-1.0], [1.0]])).squeeze()
+        tensor([3., 7.])
     """
 
     center: Tensor
@@ -43,7 +45,7 @@ class Box(NamedTuple):
 
     @classmethod
     def upright(cls, center: Sequence[Tensor], half: Sequence[Tensor]) -> Box:
-        """Returns a rectangle, by the center and half the length of its side for each member, ``(*batch)``."""
+        """Returns a rectangle from the center and half the length of each side, ``(*batch)`` for each member."""
         return cls(torch.stack(list(center), -1), torch.stack(list(half), -1).diag_embed())
 
     def places(self, coordinates: Tensor) -> Tensor:
@@ -56,22 +58,23 @@ class Box(NamedTuple):
         return torch.linalg.solve_triangular(self.sides, off, upper=False).squeeze(-1)
 
     def where(self, kept: Tensor, other: Box) -> Box:
-        """Returns another box but where this one is kept, ``(*batch)``."""
+        """Returns this box where ``kept``, ``(*batch)``, and the other box elsewhere."""
         center = torch.where(kept[..., None], self.center, other.center)
         return Box(center, torch.where(kept[..., None, None], self.sides, other.sides))
 
     def spanning(self, low: Tensor, high: Tensor) -> Box:
-        """Returns the box from and to other coordinates than -1 and 1, ``(*batch, members)``."""
+        """Returns the box between two corners, given by coordinates in this box, ``(*batch, members)`` each."""
         center = self.places((low + high) / 2)
         return Box(center, self.sides * ((high - low) / 2).unsqueeze(-2))
 
 
 class Peaks(NamedTuple):
-    """Local maxima of tables on grids, or where a climb leads from them.
+    """Local maxima of a log density on grids.
 
     Attributes:
-        cells: the parallelogram around each within one step of its grid, of batch shape ``(peaks, *batch)``.
-        heights: the log density, ``(peaks, *batch)``; -inf where there is no peak.
+        cells: for each maximum the box around it that reaches to the next points of its grid; of batch shape
+            ``(peaks, *batch)``.
+        heights: the log density in nats, ``(peaks, *batch)``; -inf if there are fewer maxima.
     """
 
     cells: Box
@@ -89,9 +92,9 @@ class Peaks(NamedTuple):
         return cls(Box(center, sides), heights)
 
     def climbed(self, log_prob: Callable[[Tensor], Tensor]) -> Peaks:
-        """Returns where steps upwards lead, along grids that are halved around their highest points."""
+        """Returns the maxima to which steps upwards lead; a step halves if none of the points around is higher."""
         box, heights = self
-        offsets = _grid(CLIMB_POINTS, box)
+        offsets = _grid(5, box)  # whole and half steps to both sides
         grid = offsets.reshape(-1, *(1,) * heights.dim(), offsets.shape[-1])
         for _ in range(CLIMB_ROUNDS):
             places = box.places(grid)
@@ -104,12 +107,12 @@ class Peaks(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The end of a search.
+    """The result of a search for each data set.
 
     Attributes:
-        box: where the log density is near its largest value, with batch shape ``(*batch)``.
-        table: the log density on the grid there, ``(points, *batch)``; that of a Normal where it is not found.
-        found: whether it is finite and a box holds all its modes, ``(*batch)``.
+        box: the box in which the log density is near its largest value, of batch shape ``(*batch)``.
+        table: the log density on the grid in the box, ``(points, *batch)``; of a Normal if the search failed.
+        found: whether the log density is finite and the box holds all its modes, ``(*batch)``.
     """
 
     box: Box
@@ -118,21 +121,21 @@ class Found(NamedTuple):
 
 
 def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found:
-    """Returns the box in which a log density is near its largest value, and its table there.
+    """Returns the box in which a log density is near its largest value, and a table of the density there.
 
     Args:
-        log_prob: from places ``(points, *batch, members)`` to nats, ``(points, *batch)``; -inf where it is no number.
-        first: where the search begins; and the result where it finds nothing.
+        log_prob: function from places ``(points, *batch, members)`` to a log density in nats, ``(points, *batch)``,
+            which is -inf in place of NaN.
+        first: the box at which the search begins, and the result for data sets for which it fails.
         what: the name of the density, for the error.
 
     Raises:
-        ValueError: where no box is found for one data set, or for any of several.
+        ValueError: if no data set has a box.
     """
     grid = _grid(SIZE, first)
     grid = grid.reshape(-1, *(1,) * (first.center.dim() - 1), grid.shape[-1])
     normal = -2 * DEPTH * grid.square().sum(-1)
-    box, peaks, num_widened = first, list[Peaks](), 0
-    flaw = "does not fall to all sides, or has modes far apart"
+    box, peaks = first, list[Peaks]()
     for _ in range(MAX_GRIDS):
         values = log_prob(box.places(grid))
         peaks.append(Peaks.of_table(values, box))
@@ -141,27 +144,25 @@ def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found
         following, fits = _moved(box, grid, table)
         if bool(fits.all()):
             following, fits = _widened(box, table, log_prob, peaks)
-            num_widened += 1
-            if bool(fits.all()):
-                return Found(box, table, top.isfinite())
-            if num_widened > MAX_WIDENED:
-                flaw = "has modes that are too narrow for one grid"
-                break
+        if bool(fits.all()):
+            return Found(box, table, top.isfinite())
         box = following
     if fits.numel() == 1 or not bool(fits.any()):
-        raise ValueError(f"{what} {flaw}")
+        raise ValueError(
+            f"{what} does not fall to all sides, or has modes that are too far apart for one grid"
+        )
     return Found(box.where(fits, first), table.where(fits, normal), fits & top.isfinite())
 
 
 def _moved(box: Box, grid: Tensor, table: Tensor) -> tuple[Box, Tensor]:
-    """Returns the box around the points within `DEPTH`, and where the present one does, ``(*batch)``."""
+    """Returns the box around the points within `DEPTH`, and for which data sets the present box does, ``(*batch)``."""
     members = grid.shape[-1]
     kept = table > table.amax(0) - DEPTH
     fits = torch.ones_like(kept[0])
     coordinates = grid.expand(*kept.shape, members)
     if members == 2:
         slope = _slope(grid, table)
-        fits = slope.abs() <= MAX_SLOPE
+        fits = slope.abs() <= 1 - LEAST_COVERED  # by which the box gets narrower
         sides = box.sides.clone()
         sides[..., 1, 0] += slope * sides[..., 1, 1]
         first, second = coordinates.unbind(-1)
@@ -178,7 +179,7 @@ def _moved(box: Box, grid: Tensor, table: Tensor) -> tuple[Box, Tensor]:
 
 
 def _slope(grid: Tensor, table: Tensor) -> Tensor:
-    """Returns by how much the mean of the second coordinate moves with the first, ``(*batch)``."""
+    """Returns the regression coefficient of the second coordinate on the first, ``(*batch)``."""
     weights = table.softmax(0)
     first, second = grid.unbind(-1)
     off = first - (weights * first).sum(0)
@@ -190,7 +191,7 @@ def _slope(grid: Tensor, table: Tensor) -> Tensor:
 def _widened(
     box: Box, table: Tensor, log_prob: Callable[[Tensor], Tensor], peaks: Sequence[Peaks]
 ) -> tuple[Box, Tensor]:
-    """Returns a box with room for modes outside of this one, and where there are none, ``(*batch)``."""
+    """Returns the box widened to modes outside of it, and for which data sets there are none, ``(*batch)``."""
     cells = Box(*(torch.cat(each) for each in zip(*(peak.cells for peak in peaks))))
     heights = torch.cat([peak.heights for peak in peaks])
     reach = torch.linalg.solve_triangular(box.sides, cells.sides, upper=False).abs().sum(-1)

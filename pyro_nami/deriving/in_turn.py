@@ -1,8 +1,8 @@
-"""Conditionals of binary latents that are drawn in turn: one that is drawn explains away what others are asked for.
+"""Conditionals of binary latents that are drawn one after another, so that drawn latents explain away the data.
 
-By a bound every latent has a probability q (`pyro_nami.deriving.bounded`). In turn a latent has the model's own log
-odds given all others: earlier latents at their values, later latents at q. The predictors of the children are linear
-in the latents, so one run of the model at zero and at all unit vectors says everything.
+A bound on the likelihood gives every latent a probability q (`pyro_nami.deriving.bounded`). A latent is then drawn by
+the model's own log odds, given earlier latents at their values and later latents at q. The predictors of the children
+are linear in the latents, so one run of the model, at zero and at all unit vectors, gives them for all values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Order(NamedTuple):
 
 
 class ChildTerm(NamedTuple):
-    """What one child says of the elements of a latent, in turn.
+    """The log odds that one child adds to each element of a latent.
 
     Attributes:
         density: from predictors ``(*, *batch, *event)`` to the child's log density ``(*, *batch)`` over the latent's
@@ -77,10 +77,10 @@ class InTurn(Expansion):
     """The conditionals of binary latents under bounds, each given those that are drawn before it.
 
     Args:
-        bounded: the conditionals by the bounds alone, solved.
-        sites: of the run that these were solved by.
+        bounded: the solved `LinearBernoulli`, whose conditionals are by the bounds alone.
+        sites: the sites of the run that ``bounded`` was solved from.
         orders: member -> the order of its elements.
-        observed: binary latents of the kind that the call observes, whose values get the dim of the points as well.
+        observed: binary latents that the call observes; their values are expanded along the dim of the points.
     """
 
     def __init__(
@@ -129,8 +129,7 @@ class InTurn(Expansion):
         self._zero: dict[str, Tensor] = {}
         self._added: dict[str, Tensor] = {}
         for name in (name for name in self.group.children if name in sites):
-            s = _bound_of(sites[name]).predictor(sites[name]["fn"])
-            event_dim = len(sites[name]["fn"].event_shape)
+            s, event_dim = _predictor(sites[name]), sites[name]["fn"].event_dim
             # a member that this call observes depends on no other
             if s.dim() <= len(self.leading) + event_dim:
                 continue
@@ -146,8 +145,7 @@ class InTurn(Expansion):
                 given those before it.
         """
         order, event = self._orders[name], self.priors[name].event_shape
-        own = values[name] if name in values else self._bounded.probabilities(name)
-        elements = to_sequence(_flat(own, len(event)), order.dims)
+        elements = self._elements(name, values)
         gains: Any = sum(term.gains(elements) for term in self.terms(name, values))
         gains = to_instances(gains, order.dims, order.sizes)
         gains = gains.reshape(gains.shape[:-1] + event)
@@ -158,25 +156,29 @@ class InTurn(Expansion):
         return self._bounded.bernoulli(name, self._bounded.prior_logits[name], dims)
 
     def terms(self, name: str, before: Mapping[str, Tensor]) -> list[ChildTerm]:
-        """Returns what each child says of a member's elements, given values of members before it."""
+        """Returns for each child the log odds that it adds, given values of members drawn earlier."""
         return [self._term_of(name, child, before) for child in self._zero]
 
     def error(self) -> float:
         """Returns how far off the predictors at the prior's means are, relative to the largest."""
         errors = []
         for child, zero in self._zero.items():
-            found = _bound_of(self._sites[child]).predictor(self._sites[child]["fn"])
-            values = {name: self._bounded.values[name] for name in self._orders}
+            found, values = _predictor(self._sites[child]), self._bounded.values
             adds = sum(self._adds(name, child, values).sum(0) for name in self._orders)
             errors.append((zero + adds - found).abs().max() / found.abs().max())
         return float(torch.stack(errors).max())
 
+    def _elements(self, name: str, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns a member's elements in sequence, ``(*batch, elements)``; their probabilities if there is no value."""
+        value = values[name] if name in values else self._bounded.probabilities(name)
+        start = value.dim() - len(self.priors[name].event_shape)
+        elements = value.reshape(*value.shape[:start], -1)
+        return to_sequence(elements, self._orders[name].dims)
+
     def _adds(self, name: str, child: str, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns what a member's elements add to a predictor, at their values or else at their probabilities."""
-        value, event_dim = values.get(name), len(self.priors[name].event_shape)
-        value = self._bounded.probabilities(name) if value is None else value
-        elements = to_sequence(_flat(value, event_dim), self._orders[name].dims).movedim(-1, 0)
-        event = (1,) * len(self._sites[child]["fn"].event_shape)
+        """Returns what a member's elements add to a predictor, ``(elements, *batch, *event)``."""
+        elements = self._elements(name, values).movedim(-1, 0)
+        event = (1,) * self._sites[child]["fn"].event_dim
         return self._added[child][self._places[name]] * elements.reshape(elements.shape + event)
 
     def _term_of(self, name: str, child: str, before: Mapping[str, Tensor]) -> ChildTerm:
@@ -189,7 +191,7 @@ class InTurn(Expansion):
             functools.partial(self._density, name, child),
             sum(others, start=self._zero[child]) + to_come,
             self._added[child][self._places[name]],
-            len(self._sites[child]["fn"].event_shape),
+            self._sites[child]["fn"].event_dim,
         )
 
     def _density(self, name: str, child: str, s: Tensor) -> Tensor:
@@ -241,11 +243,11 @@ class ConditionalsInTurn:
         return self._with_gains(params, advance, index + 1, after)
 
 
-def _flat(value: Tensor, event_dim: int) -> Tensor:
-    return value.flatten(value.dim() - event_dim) if event_dim else value.unsqueeze(-1)
-
-
 def _bound_of(site: Mapping[str, Any]) -> Bound:
     bound = bound_for(site["fn"])
     assert bound is not None
     return bound
+
+
+def _predictor(site: Mapping[str, Any]) -> Tensor:
+    return _bound_of(site).predictor(site["fn"])

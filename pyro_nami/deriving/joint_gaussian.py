@@ -10,7 +10,7 @@ earlier) is read off (`gaussian_levels`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyro.distributions as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import Expansion, derivatives, trimmed
-from pyro_nami.deriving.gaussian_levels import Level, solved, times
+from pyro_nami.deriving.gaussian_levels import solved, times
 from pyro_nami.deriving.second_order import SecondOrder
 from pyro_nami.factors.boxed_normal import BoxedNormal
 from pyro_nami.factors.joint_normal import JointNormal
@@ -29,15 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["JointGaussian"]
 
-# deviations: what rounding may move a mean by, and the way there, of which more is taken anew
-_OFF, _FAR = 0.01, 30.0
-# times that more is taken anew; after one, one of 280 posteriors in float32 is 45 deviations off
-_MOST_CLOSER = 3
-# by how much what offsets under flat priors share may multiply rounding, as no prior's width says
-_COLLINEAR = 1e3
-_WIDE = 10.0  # deviations, within which, or some times as far, a density is looked at
-# times the rounding error: of a relative pivot that is no more, rounding leaves no digit
-_PIVOT = 50.0
+# Deviations from a reference to the mean, times the rounding error: of more, the block is taken anew about the mean.
+# Ten times as many are off by a hundredth of a deviation where covariates are collinear.
+FARTHEST = 1e-5
+# Times that a block is taken anew; after one, one of 280 posteriors in float32 is 45 deviations off.
+MOST_CLOSER = 3
+# Times the rounding error: of a relative pivot that is no more, rounding leaves no digit.
+LEAST_PIVOT = 50.0
 
 
 class JointGaussian(SecondOrder):
@@ -50,7 +48,7 @@ class JointGaussian(SecondOrder):
         at: values of the members that offsets are from; by default the means of their priors.
     """
 
-    concave = True  # whether log densities are known to be so
+    has_constants = True
 
     def __init__(
         self,
@@ -64,9 +62,9 @@ class JointGaussian(SecondOrder):
         self._at: Mapping[str, Tensor] = {
             name: value.detach() for name, value in (at or {}).items()
         }
-        self._runs = 1
-        # level -> number of members drawn, and their offsets
-        self._offsets: dict[int, tuple[int, Tensor | None]] = {}
+        self.runs = 1
+        # member -> a value that its conditional's successors were asked for at, and its offset
+        self._offsets: dict[str, tuple[Tensor, Tensor]] = {}
         self._order = list(reversed(self._first))  # of drawing
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
@@ -78,154 +76,138 @@ class JointGaussian(SecondOrder):
     @property
     def has_moved(self) -> bool:
         """Whether it ended elsewhere than where it was made to start."""
-        return self._runs > 1
+        return self.runs > 1
 
     def moved_to(self, at: Mapping[str, Tensor]) -> Self:
         """Returns the expansion about another point."""
         other = type(self)(self.group, *self._args, **self._kwargs, at=at)
-        other._runs, other.xi = self._runs + 1, self.xi
+        other.runs, other.xi = self.runs + 1, self.xi
         return other
 
     def means(
         self, values: Mapping[str, Tensor] | None = None, names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
         """Returns the means of members, by default of all, each given values of those before it: others' are means."""
-        found = {name: value.detach() for name, value in (values or {}).items()}
+        known = {name: value.detach() for name, value in (values or {}).items()}
         names = self.group.members if names is None else names
-        self._offsets.clear()
-        for name in self._order:
-            if name in names or name not in found:
-                found[name] = self.conditional(name, found).mean
-        self._offsets.clear()
+        known = {name: value for name, value in known.items() if name not in names}
+        found = self.drawn(lambda name, fn: fn.mean, known)
         return {name: found[name] for name in names}
 
-    def renewed(self) -> Self:
-        """Forgets at which values of members conditionals were asked for, which come in order; returns itself."""
-        self._offsets.clear()
-        return self
+    def drawn(
+        self, choose: Callable[[str, Any], Tensor], known: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Returns the members' values, each chosen by its name and its conditional, but for some that are known."""
+        found = dict(known or {})
+        for name in self._order:
+            if name not in found:
+                found[name] = choose(name, self.conditional(name, found))
+        return found
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+        self.expand(sites, self.take(sites, again=True))
+        return self._closer()
+
+    def expand(self, sites: Mapping[str, Any], slopes: Mapping[str, Tensor]) -> None:
+        """Derives the conditionals about the references."""
         with derivatives():
-            self._read(sites, whole=False)
-            rounding = self._rounding()
-            for i, level in enumerate(self._levels):
-                self._levels[i], update = level.eliminated(self.concave, rounding)
-                self._levels[i + 1 :] = [
-                    later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]
-                ]
-            return self._closer()
+            self._read(sites, slopes)
+            self._eliminate()
+
+    def _eliminate(self) -> None:
+        """Turns the rows of the levels into the posterior's."""
+        rounding = self._rounding()
+        for i, level in enumerate(self._levels):
+            self._levels[i], update = level.eliminated(rounding)
+            self._levels[i + 1 :] = [
+                later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]
+            ]
 
     def _rounding(self) -> float:
         """Returns the least pivot of a precision, relative to its diagonal, that rounding leaves a digit of."""
-        return _PIVOT * torch.finfo(next(iter(self.references.values())).dtype).eps
+        return LEAST_PIVOT * torch.finfo(next(iter(self.references.values())).dtype).eps
 
     def widths(self) -> dict[str, Tensor]:
-        """Returns for members with flat priors some deviations that data leave each element, given all others."""
+        """Returns for members with flat priors the deviations that data leave each element, given all others."""
         found = {}
-        for names, level in zip(self._by_level(), self._levels):
-            own, prior = (each[..., : level.size].detach() for each in (level.rows, level.prior))
-            # which it is until the level is eliminated, where there are flat priors
-            if level.open is None:
-                whole = own.diagonal(dim1=-2, dim2=-1) + (
-                    level.proper.unsqueeze(-1) * prior.square()
-                ).sum(-2)
-            else:
-                whole = prior.square().sum(-2)
-            wide = _WIDE * whole.clamp(min=torch.finfo(whole.dtype).tiny).rsqrt()
-            for name, each in zip(names, wide.split([self.sizes[name] for name in names], -1)):
+        for names, level in zip(self.by_level, self._levels):
+            prior = level.prior[..., : level.size]
+            # None until the level is eliminated, where there are flat priors
+            whole = (level.precision if level.open is None else prior.square().sum(-2)).detach()
+            wide = whole.clamp(min=torch.finfo(whole.dtype).tiny).rsqrt()
+            for name, each in self._by_name(names, wide).items():
                 if name in self.flat:
                     found[name] = self._shaped(name, each).to(self.references[name])
         return found
 
     def _shaped(self, name: str, flat: Tensor) -> Tensor:
         """Returns numbers of a member's elements, ``(*batch, *plates, E)`` as `_flat` has them, in its shape."""
-        held = self._held(name, self.shapes[name])
+        held = self._held(name, self.shape_of(name))
         plates = 0 if self._is_lifted(name) else self.nesting
         flat = flat.flip(-1)
         return flat.reshape(flat.shape[: flat.dim() - 1 - plates] + held)
 
-    def lost(self, draws: int) -> dict[str, Tensor]:
+    def lost(self, draws: int = 256) -> dict[str, Tensor]:
         """Returns what share of each member with a flat prior lies outside of its bounds, instance by instance."""
         found: dict[str, Tensor] = {}
-        values: dict[str, Tensor] = {}
-        for name in self._order:
-            fn = self.conditional(name, values)
-            values[name] = fn.rsample((draws,) if not values else ())
-            if isinstance(fn, BoxedNormal):
+
+        def choose(name: str, fn: Any) -> Tensor:
+            value = fn.rsample((draws,) if name == self._order[0] else ())
+            if isinstance(fn, BoxedNormal):  # which notes it as it draws
                 found[name] = fn.lost.mean(0) if fn.lost.dim() else fn.lost
-        self._offsets.clear()
+            return value
+
+        self.drawn(choose)
         return found
 
     def undecided(self) -> list[str]:
         """Returns the members with flat priors of which data leave an element open, of one that is solved."""
         found = []
-        for names, level in zip(self._by_level(), self._levels):
-            if level.open is None or not bool(level.open.any()):
-                continue
-            elements = [self.sizes[name] for name in names]
-            found += [
-                name
-                for name, each in zip(names, level.open.split(elements, -1))
-                if bool(each.any())
-            ]
+        for names, level in zip(self.by_level, self._levels):
+            if level.open is not None:
+                each = self._by_name(names, level.open)
+                found += [name for name in names if bool(each[name].any())]
         return found
 
     def _closer(self) -> Self | None:
         """Returns the expansion about the means, where rounding at the references may have moved these."""
-        eps = torch.finfo(next(iter(self.references.values())).dtype).eps
-        if (
-            eps < torch.finfo(torch.float32).eps
-            or self._runs > _MOST_CLOSER
-            or torch.jit.is_tracing()
-        ):
+        if self.runs > MOST_CLOSER or torch.jit.is_tracing():
             return None
+        eps = torch.finfo(next(iter(self.references.values())).dtype).eps
         means = self.means()
-        steps = self._lengths
-        away = []
-        narrower = []
-        for names, level in zip(self._by_level(), self._levels):
+        for names, level in zip(self.by_level, self._levels):
             roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
             moved = torch.cat([self._moved(name, means[name].detach()) for name in names], -1)
-            inner = tuple(range(-1 - self.nesting, 0))
-            narrow = steps[level.start : level.start + level.size] * roots
-            narrow = torch.where(level.proper > 0, narrow, _COLLINEAR)
-            away.append((moved * roots).abs().amax(inner))
-            narrower.append(narrow.abs().amax(inner))
-        far, narrow = (
-            torch.stack(torch.broadcast_tensors(*each)).amax(0) for each in (away, narrower)
-        )
-        off = eps * far * narrow
-        return (
-            self.moved_to(means)
-            if bool(((off > _OFF) & (off < torch.inf) & (far > _FAR)).any())
-            else None
-        )
+            far = (moved * roots).abs()
+            if bool(((far > FARTHEST / eps) & (far < torch.inf)).any()):
+                return self.moved_to(means)
+        return None
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         size, event_shape = self.sizes[name], self.priors[name].event_shape
-        level = next(
-            each for each in self._levels if 0 <= self._first[name] - each.start < each.size
-        )
+        place = next(i for i, names in enumerate(self.by_level) if name in names)
+        level, names = self._levels[place], self.by_level[place]
         first = self._first[name] - level.start
         rows = level.prior[..., first : first + size, :]
         upper, error = rows[..., first : first + size], -rows[..., -1]
-        known = self._drawn(level, values, until=name)
-        if known is not None:
-            error = error - times(rows[..., first + size : level.size], known)
-        for later in self._levels[self._levels.index(level) + 1 :]:
-            whole = self._drawn(later, values)
+        before = names[names.index(name) + 1 :]
+        if before:
+            offsets = self._offsets_at(before, values)
+            error = error - times(rows[..., first + size : level.size], offsets)
+        for later, others in zip(self._levels[place + 1 :], self.by_level[place + 1 :]):
             begin = later.start - level.start
-            error = error - times(rows[..., begin : begin + later.size], whole)
+            columns = rows[..., begin : begin + later.size]
+            error = error - times(columns, self._offsets_at(others, values))
         reference = self._flat(name, self.references[name])
         like = reference.dtype
-        loc = reference + solved(upper, error).to(like)
+        loc = reference + solved(upper, error.unsqueeze(-1)).squeeze(-1).to(like)
         bounds = self._bounds(name)
         if size == 1 and bounds is None:
             shape = trimmed(loc.shape[:-1], dims) + event_shape  # of size 1
             scale = upper[..., 0].reciprocal().to(like).expand(loc.shape)
             normal = dist.Normal(loc.reshape(shape), scale.reshape(shape), validate_args=False)
             return normal.to_event(len(event_shape))
-        held = self._held(name, self.shapes[name])
+        held = self._held(name, self.shape_of(name))
         plates = len(held) - len(event_shape)
         loc, lower = loc.flip(-1), upper.flip(-1, -2).to(like)
         lead = loc.shape[: loc.dim() - 1 - plates]
@@ -252,16 +234,9 @@ class JointGaussian(SecondOrder):
         low, high = (self._flat(name, each.to(like).expand(shape)).flip(-1) for each in flat)
         return low, high
 
-    def _drawn(self, level: Level, values: Mapping[str, Tensor], until: str = "") -> Any:
-        """Returns offsets of a level's members that are drawn before one, ``(*batch, *plates, elements)``; or None."""
-        names = [
-            name for name in self.group.members if 0 <= self._first[name] - level.start < level.size
-        ]
-        stop = names.index(until) if until else len(names)
-        count, offsets = self._offsets.get(level.start, (0, None))
-        for name in names[count:stop]:
-            own = self._moved(name, values[name])
-            offsets = own if offsets is None else torch.cat([own, offsets], -1)
-        self._offsets[level.start] = max(count, stop), offsets
-        size = sum(self.sizes[name] for name in names[:stop])
-        return offsets[..., offsets.shape[-1] - size :] if offsets is not None and size else None
+    def _offsets_at(self, names: Sequence[str], values: Mapping[str, Tensor]) -> Tensor:
+        """Returns offsets of members at their values, ``(*batch, *plates, elements)``."""
+        for name in names:
+            if name not in self._offsets or self._offsets[name][0] is not values[name]:
+                self._offsets[name] = values[name], self._moved(name, values[name])
+        return torch.cat([self._offsets[name][1] for name in names], -1)

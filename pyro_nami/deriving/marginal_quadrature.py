@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.grid_search import SIZE, Box, search
-from pyro_nami.deriving.grids import HALF, LineDensity, bent
+from pyro_nami.deriving.grid_search import Box, search
+from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, slope_of
 from pyro_nami.factors.distribution import SiteDistribution
 
 __all__ = ["Marginal", "points_of"]
@@ -34,17 +34,17 @@ class Marginal:
 
     Args:
         group: the members.
-        layouts: member -> how its value is laid out in unconstrained space.
-        like: a tensor of the members' type, on their device.
-        box: where the search for the grid's place begins, of batch shape ``(*batch)``.
-        log_density: from values of the members, ``(points, *batch, *event)`` each, to the log density in nats of these
-            and the data, ``(points, *batch)``.
+        layouts: member -> its map between values and unconstrained space.
+        like: a tensor of the members' dtype and device.
+        box: the box in unconstrained space at which the search begins, of batch shape ``(*batch)``.
+        log_density: function from values of the members, ``(points, *batch, *event)`` each, to the log density of
+            values and data in nats, ``(points, *batch)``.
 
     Attributes:
-        finite: member -> whether there is a finite log density, and a box that it fits, ``(*batch)``.
+        finite: member -> data sets with a finite log density and a box that holds it, ``(*batch)``.
 
     Raises:
-        ValueError: where the log density does not fall to all sides, for one data set or all of them.
+        ValueError: if no data set has a log density that falls to all sides.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Marginal:
             place = (first.detach().double() - center[..., 0]) / sides[..., 0, 0]
             line = _row(self._table, place)
             middle = middle + sides[..., 1, 0] * place
-        quantiles = LineDensity.of_values(line).quantiles()
+        quantiles = LineDensity(line, slope_of(line)).quantiles()
         fn = bent(quantiles, middle, half / HALF, self._like, 1, dims)
         return SiteDistribution(fn, self._layouts[index])
 

@@ -24,19 +24,21 @@ from pyro_nami.deriving.quadrature import Tabulated
 from pyro_nami.factors.joint_normal import joint_normal
 from pyro_nami.program.masks import without_gaps
 
-__all__ = ["Newton", "has_one_mode", "is_concave"]
+__all__ = ["LOST", "Newton", "has_one_mode", "is_concave"]
 
-_MOST_RUNS = 200
-_CLOSE = 0.03  # nats, times the root of the rounding error: a step that gains as little is the last
-_NEAR = 0.05  # nats: the same where a grid follows
-_ASIDE = 1e-4  # prior deviations from the mean to the first point
-_SHORTEST, _LONGEST = 0.1, 0.7  # to what part a step is cut
-_LEAST = 1e-6  # of a step; shorter, it leads back to where it began, for good
-_WIDER = 1.05  # times the deviations of priors, squared: what is left to rounding
-_LOST = 1e4  # nats: where a step would still gain as much, the mode is nowhere near
-# of the most by which rounding is told to take log densities, what it takes them by
-_OF_TERMS = 1e-2
-_GROWTH, _GAINED = 2, 0.2  # of steps that fell short; of what a line would gain, what is enough
+# Of the model, in a search; with ten times more, data without a mode hold up all others for a minute.
+MOST_RUNS = 200
+# Nats, times the root of the rounding error: a step that gains less is the last. Ten times more shows in gradients.
+CLOSE = 0.03
+CLOSE_FOR_GRID = 0.05  # nats, where a grid follows; ten times more moves the grid off the mass
+SHORTEST_CUT = 0.1  # of a step that leads too far, at least; half of it at most
+# Nats that a step would still gain, or that rounding takes, where no mode is found. Ten times less is met near modes.
+LOST = 1e4
+# What rounding usually takes log densities by, of the most that `Newton.rounding` tells. Ten times more ends searches
+# early.
+USUAL_ROUNDING = 1e-2
+# Squared deviations of priors, for each of the Normals: concave densities leave 1, rounding this.
+WIDER = 1.05
 
 
 class LineStep(NamedTuple):
@@ -58,33 +60,32 @@ class Newton(JointGaussian):
     Args:
         group, leading, nesting, differentiable, sizes: as for `JointGaussian`.
         at: values of the members to start from; by default near the means of their priors.
+        is_probe: whether modes that are not found are to show, and not to be replaced by priors.
 
     References:
         Rue, Martino and Chopin 2009, Approximate Bayesian inference for latent Gaussian models.
     """
 
-    concave = False
-    # rather than one to draw from, where priors stand in for modes that were not found
-    is_probe = True
-    length = 0.0  # of the way on a line from the mode to here, in deviations, squared
+    has_constants = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, is_probe: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._kwargs = {**self._kwargs, "is_probe": is_probe}
+        self._is_probe = is_probe
         self._step: LineStep | None = None  # that led here
         self._is_last = False
         # sets of instances whose mode was not found: their priors stand in
         self._lost: Tensor | None = None
-        self._slopes: dict[str, Tensor] | None = None  # of the children, taken once
         self._densities: dict[str, Tensor] = {}
         # how far the data let rounding take log densities, the same in all runs
         self._of_terms: Tensor | None = None
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         at = self._at.get(name)
-        if at is not None and self._runs > 1:
+        if at is not None and self.runs > 1:
             return at
         # Not at the mean itself: at logits of 0 some densities have no curvature by their implementation.
-        first = loc + _ASIDE * step * irregular(loc.shape, loc, len(self.values))
+        first = loc + TOLERANCE * step * irregular(loc.shape, loc, len(self.values))
         # where it is not known where to start
         return first if at is None else torch.where(at.isnan(), first, at)
 
@@ -92,7 +93,8 @@ class Newton(JointGaussian):
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         if self._is_last:
-            return super().solve(sites)
+            self.expand(sites, self._children_slopes(sites))
+            return None
         frames = (
             sites[self._order[0]]["cond_indep_stack"]
             if all(map(self._is_lifted, self._order))
@@ -101,23 +103,25 @@ class Newton(JointGaussian):
         # of instances by themselves
         self._apart = {frame.name: frame.dim for frame in frames if frame.vectorized}
         differentiable, self.differentiable = self.differentiable, False
-        slopes, (total, rounding) = self.joint_slopes(sites), self._joint(sites)
-        over, stalled, shorter, longer = self._cut(slopes, total, rounding)
-        if over.all() and self._runs < _MOST_RUNS:
+        children = self._children_slopes(sites)
+        slopes, (total, rounding) = self.joint_slopes(sites, children), self._joint(sites)
+        over, stalled, shorter = self._cut(slopes, total, rounding)
+        if over.all() and self.runs < MOST_RUNS:
             return self._reached(shorter)
-        super().solve(sites)
+        self.expand(sites, children)
         along = {
             name: _beyond_rounding(mean, self.references[name])
             for name, mean in self.means().items()
         }
         slope = self._along(slopes, along)
         going = (slope > 2 * self._enough()) & ~stalled
-        if self._runs < _MOST_RUNS and bool((going | over).any()):
-            step = LineStep(dict(self.references), along, slope, total, longer.where(going, 0.0))
+        if self.runs < MOST_RUNS and bool((going | over).any()):
+            step = LineStep(dict(self.references), along, slope, total, going.double())
             return self._reached(self._either(over, shorter, step))
-        if not self.is_probe and (slope > _LOST).any():  # again, with nothing known of these
-            self._lost, self._slopes = slope > _LOST, None
-            super().solve(sites)
+        if not self._is_probe and (slope > LOST).any():
+            self._lost = slope > LOST
+            children = self._children_slopes(sites)
+            self.expand(sites, children)
         differentiable = differentiable and self._is_differentiable()
         if self.group.is_tabulated:
             return Tabulated(self.group, *self._args[:2], differentiable, near=self)
@@ -125,7 +129,7 @@ class Newton(JointGaussian):
             self._levels = [level.detached() for level in self._levels]
             return None
         self.differentiable = True
-        super().solve(sites)
+        self.expand(sites, children)
         last = self.moved_to({})
         last._at, last._is_last, last._lost = self.means(), True, self._lost  # with their gradients
         return last
@@ -138,20 +142,12 @@ class Newton(JointGaussian):
     def _enough(self) -> float:
         """Returns what the last step may gain, in nats."""
         if self.group.is_tabulated:
-            return _NEAR
-        return _CLOSE * torch.finfo(next(iter(self.references.values())).dtype).eps ** 0.5
+            return CLOSE_FOR_GRID
+        return CLOSE * torch.finfo(next(iter(self.references.values())).dtype).eps ** 0.5
 
     @property
     def has_moved(self) -> bool:
-        return not self._at or self._runs > 2
-
-    def moved_to(self, at: Mapping[str, Tensor]) -> Newton:
-        other = super().moved_to(at)
-        other.is_probe = self.is_probe
-        return other
-
-    def _closer(self) -> None:
-        """Does nothing, as steps lead there."""
+        return not self._at or self.runs > 2
 
     def _reached(self, step: LineStep) -> Newton:
         """Returns the expansion about the point that a step leads to."""
@@ -164,28 +160,19 @@ class Newton(JointGaussian):
 
     def _cut(
         self, slopes: Mapping[str, Tensor], total: Tensor, rounding: Tensor
-    ) -> tuple[Tensor, Tensor, LineStep, Tensor]:
-        """Returns where the log density falls again on the way to this point, where it hardly rose, the step cut at the
-        first, and the next length.
-
-        Steps grow where the slope hardly changes on their way, as they do where curvatures of both signs meet.
-        """
-        one = torch.ones_like(total)
+    ) -> tuple[Tensor, Tensor, LineStep]:
+        """Returns where the step to this point led too far, where it gained too little to go on, and it cut."""
         if self._step is None:
-            nowhere = torch.zeros_like(total, dtype=torch.bool)
-            return nowhere, nowhere, LineStep({}, {}, one, one, one), one
+            nowhere, one = torch.zeros_like(total, dtype=torch.bool), torch.ones_like(total)
+            return nowhere, nowhere, LineStep({}, {}, one, one, one)
         before, now = self._step.slope, self._along(slopes, self._step.along)
         gained = total - self._step.total
-        # Where it is not concave it may be lower though its slope is not, and much higher though its slope is.
+        # Where it is not concave it may be lower though its slope is not.
         over = ~(now >= -before / 2 - self._enough()) | (gained < -rounding - self._enough())
-        if total.shape == before.shape:
-            over &= ~(gained > rounding + _GAINED * self._step.length * before)
         # If the slope falls all the way, its zero is near that of the chord; what overflows is no number.
-        cut = (before / (before - now)).nan_to_num(0.0).clamp(_SHORTEST, _LONGEST)
-        longer = torch.where(now > before / 2, _GROWTH * self._step.length, 1.0).clamp(min=1.0)
-        length = self._step.length * cut
-        shorter = self._step._replace(length=length.where(length > _LEAST, 0.0))
-        return over & (self._step.length > 0), ~(gained > self._enough()), shorter, longer
+        cut = (before / (before - now)).nan_to_num(0.0).clamp(SHORTEST_CUT, 0.5)
+        shorter = self._step._replace(length=self._step.length * cut)
+        return over & (self._step.length > 0), ~(gained > self._enough()), shorter
 
     def _either(self, over: Tensor, shorter: LineStep, step: LineStep) -> LineStep:
         """Returns a step that is the first one where that had led too far, of each set of instances by itself."""
@@ -210,31 +197,26 @@ class Newton(JointGaussian):
             self._densities[name] = found
         return found
 
-    def joint_slopes(self, sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    def joint_slopes(
+        self, sites: Mapping[str, Any], children: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Returns the slopes of the joint log density, members' own included, ``(*batch, *plates, *event)``."""
-        own = self.take(sites, whole=True, parts=self.group.members)
+        children = self.take(sites) if children is None else children
+        own = self.take(sites, parts=self.group.members)
         return {
-            name: self._whole(name, (own[name] + slope).detach())
-            for name, slope in self.take(sites).items()
+            name: (own[name] + slope).detach().expand(self.shape_of(name))
+            for name, slope in children.items()
         }
 
-    def take(
-        self, sites: Mapping[str, Any], *, parts: Sequence[str] = (), **options: Any
-    ) -> dict[str, Tensor]:
-        if parts:
-            return super().take(sites, parts=parts, **options)
-        if self._slopes is None:
-            self._slopes = super().take(sites, again=True, whole=True)
-            if (lost := self._lost) is not None:
-                found = self._slopes.items()
-                gone = {
-                    name: each.masked_fill(self._beside(name, lost), torch.nan)
-                    for name, each in found
-                }
-                self._slopes = {
-                    name: each.reshape(self._slopes[name].shape) for name, each in gone.items()
-                }
-        return self._slopes
+    def _children_slopes(self, sites: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the slopes of the children's log density, no numbers where the mode was not found."""
+        slopes = self.take(sites, again=True)
+        if self._lost is None:
+            return slopes
+        return {
+            name: each.masked_fill(self._beside(name, self._lost), torch.nan).reshape(each.shape)
+            for name, each in slopes.items()
+        }
 
     def _along(self, slopes: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
         """Returns the slope along a direction, of each set of instances that are solved by themselves."""
@@ -264,7 +246,7 @@ class Newton(JointGaussian):
                 for each in self.rounding(sites)
                 if each.dim() <= len(self.leading)
             ]
-            self._of_terms = _OF_TERMS * torch.stack(
+            self._of_terms = USUAL_ROUNDING * torch.stack(
                 torch.broadcast_tensors(torch.zeros_like(total), *own)
             ).sum(0)
         eps = torch.finfo(next(iter(self.references.values())).dtype).eps
@@ -286,29 +268,26 @@ class Newton(JointGaussian):
         """Returns the expansion about the mode, of one that is solved."""
         return self.moved_to(self.means())
 
-    def line(self, place: float) -> Newton:
-        """Returns the expansion about a point some deviations from the mode, on a line, of one that is solved."""
-        found: dict[str, Tensor] = {}
-        length = 0.0
-        self._offsets.clear()
-        for i, name in enumerate(self._order):
-            fn = joint_normal(self.conditional(name, found))
-            deviations = place * irregular(fn.loc.shape, fn.loc, i)
-            found[name] = fn.at(deviations).reshape(fn.batch_shape + fn.event_shape)
-            length += float(deviations.double().square().sum())
-        self._offsets.clear()
-        other = self.moved_to(found)
-        other.length = length
-        return other
+    def line(self, place: float) -> tuple[Newton, float]:
+        """Returns the expansion about a point on a line from the mode, of one that is solved, and its squared distance.
 
-    def is_wider(self, far: Newton) -> bool:
-        """Whether Normals are wider than priors, on a line to another point; concave densities only narrow them."""
+        Both are in deviations: ``place`` is the largest of an element.
+        """
+        lengths: list[float] = []
+
+        def choose(name: str, fn: Any) -> Tensor:
+            normal = joint_normal(fn)
+            deviations = place * irregular(normal.loc.shape, normal.loc, len(lengths))
+            lengths.append(float(deviations.double().square().sum()))
+            return normal.at(deviations).reshape(normal.batch_shape + normal.event_shape)
+
+        return self.moved_to(self.drawn(choose)), sum(lengths)
+
+    def is_wider(self, far: Newton, length: float) -> bool:
+        """Whether Normals are wider than priors, on a line of a squared length; concave densities only narrow them."""
         names = [name for name in self._order if name not in self.flat]
-        way = sum(
-            float((self._noise(name, far) - self._noise(name, self)).square().sum())
-            for name in names
-        )
-        return not way <= _WIDER * far.length
+        moves = [self._noise(name, far) - self._noise(name, self) for name in names]
+        return not sum(float(move.square().sum()) for move in moves) <= WIDER * length
 
     def across(self, place: float) -> Newton:
         """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""
@@ -336,9 +315,6 @@ class Newton(JointGaussian):
             )
             found[name] = spread.expand(mean.shape) * irregular(mean.shape, mean, i)
         return found
-
-    def has_converged(self, most: int) -> bool:
-        return self._runs < most
 
     def densities(self, sites: Mapping[str, Any]) -> list[Tensor]:
         """Returns the log densities of the children, row by row."""

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.expansion import Expansion, agree
-from pyro_nami.deriving.grids import HALF, LineDensity, bent, grid_like, slope_of
+from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, grid_like, slope_of
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import own_mask
 
 __all__ = ["Tabulated"]
 
-POINTS = {1: 33, 2: 17}  # number of members -> points along a side; twice as many cost 2 or 4 times
 STEEPEST = 1e9  # slope in nats a deviation, to which larger ones, which may overflow, are cut
 MAX_ERROR = 1e-2  # of an integral of slopes, in nats and relative
 
@@ -29,8 +28,8 @@ class Tabulated(Expansion):
 
     Args:
         group, leading, nesting, differentiable: as for `Expansion`.
-        near: has `conditional`, of Normals that are near the conditionals, and `renewed`.
-        finer: by how much to divide the step of the grid.
+        near: the solved `Newton` expansion, whose Normals say where the grid lies.
+        finer: number by which the step of the grid is divided.
 
     Attributes:
         places: member -> its values at all points, ``(points, *batch, *plates)``.
@@ -38,9 +37,8 @@ class Tabulated(Expansion):
 
     def __init__(self, *args: Any, near: Any, finer: int = 1) -> None:
         super().__init__(*args)
-        near = near.renewed()
         first, *second = self.group.members
-        self._size = finer * (POINTS[len(self.group.members)] - 1) + 1
+        self._size = finer * (SIZE - 1) // len(self.group.members) + 1
         fn = near.conditional(first, {})
         self._center, self._scale = (each.reshape(fn.batch_shape) for each in (fn.mean, fn.stddev))
         place = self._center + self._scale * grid_like(self._size, self._center)
@@ -57,12 +55,12 @@ class Tabulated(Expansion):
 
     @property
     def _middle(self) -> int:
-        """The number of the point in the middle of a line, where its grid is centered."""
+        """The index of the middle point of a side."""
         return self._size // 2
 
     @property
     def _third(self) -> int:
-        """The number of a point off the middle, at which a run by itself is compared with that at all points."""
+        """The index of a point off the middle, at which a run of the model for it alone is compared."""
         return int(self.count or 0) // 3
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
@@ -78,8 +76,7 @@ class Tabulated(Expansion):
                 gained = density.log_total() - density.log_density[self._middle]
                 slope = slope + slope_of(gained.sum_to_size((self._size, *slope.shape[1:])))
             self._quantiles = LineDensity.of_slope(slope).quantiles()
-            # A slope that is no number says nothing of its instance, nor does a grid that has left out where the mass
-            # is, as for the Normals that are near.
+            # Instances whose slopes are not finite, or whose mass lies off the grid, keep the Normal about the mode.
             at, rise = self._quantiles
             rises = torch.cat([at.diff(dim=0), self._scale * rise]).to(self._center)
             good = ((rises > 0) & rises.isfinite()).all(0)
@@ -91,9 +88,10 @@ class Tabulated(Expansion):
                 self._quantiles = LineDensity.of_slope(slope).quantiles()
 
     def _lines(self, slopes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Returns slopes by deviations: along the first grid, at the means of the second member, and along the second.
+        """Returns slopes in nats per unit of the grid.
 
-        Shapes are ``(points, *batch, *plates)`` and ``(points, points, *batch, *plates)``.
+        The first result is along the first member's side, at the means of the second member, ``(points, *batch,
+        *plates)``. The second is along the second member's side, ``(points, points, *batch, *plates)``, or None.
         """
         first, *second = (
             slopes[name].double().clamp(-STEEPEST, STEEPEST) for name in self.group.members
@@ -107,15 +105,10 @@ class Tabulated(Expansion):
 
     def joint_slopes(self, sites: Mapping[str, Any], again: bool = False) -> dict[str, Tensor]:
         """Returns the slopes of the joint log density at all points, ``(points, *batch, *plates)``."""
-        slopes = self.take(
-            sites, again=again, whole=True, parts=[*self.group.members, *self.group.children]
-        )
-        events = {name: len(self.priors[name].event_shape) for name in slopes}
-        slopes = {
-            name: slope.reshape(slope.shape[: slope.dim() - events[name]])
-            for name, slope in slopes.items()
-        }
-        return slopes if again else {name: slope.detach() for name, slope in slopes.items()}
+        parts = (*self.group.members, *self.group.children)
+        slopes = self.take(sites, again=again, parts=parts)
+        dims = 1 + len(self.leading)
+        return {name: slope.reshape(slope.shape[:dims]) for name, slope in slopes.items()}
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         like, event_dim = self._center, len(self.priors[name].event_shape)
@@ -125,11 +118,8 @@ class Tabulated(Expansion):
         fn = bent(self._quantiles, like, self._scale, like, event_dim, dims, bounds)
         return fn.to_event(event_dim)
 
-    def is_finite(self) -> bool:
-        return super().is_finite() and all(bool(each.isfinite().all()) for each in self._quantiles)
-
     def third(self) -> dict[str, Tensor]:
-        """Returns the members' values at one of the points."""
+        """Returns the members' values at one point off the middle."""
         events = {name: (1,) * len(prior.event_shape) for name, prior in self.priors.items()}
         return {
             name: place[self._third].reshape(place.shape[1:] + events[name])
@@ -137,12 +127,12 @@ class Tabulated(Expansion):
         }
 
     def flaw(self, sites: Mapping[str, Any], alone: Mapping[str, Tensor], rounding: float) -> str:
-        """Returns what speaks against it: slopes that a run at a point by itself does not have, or that miss something.
+        """Returns why the slopes are not to be trusted; "" if a run at one point, and the log density itself, agree.
 
         Args:
-            sites: of the run at all points.
-            alone: slopes at the values of `third`, in a run by itself.
-            rounding: by how much all log densities together may be off, in nats.
+            sites: the sites of the run at all points.
+            alone: slopes from a run at the values of `third` alone.
+            rounding: bound on the rounding error of all log densities together, in nats.
         """
         slopes = self.joint_slopes(sites)
         for name, slope in alone.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from pyro_nami.deriving.enumeration import Enumeration
 from pyro_nami.deriving.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of
 from pyro_nami.deriving.exponential_families import FORMS, ByStatistics
 from pyro_nami.deriving.joint_gaussian import JointGaussian
-from pyro_nami.deriving.newton import Newton, has_one_mode, is_concave
+from pyro_nami.deriving.newton import LOST, Newton, has_one_mode, is_concave
 from pyro_nami.deriving.quadrature import Tabulated
 from pyro_nami.program.first_run import is_node
 from pyro_nami.program.flat_priors import CUT, MOST_LOST
@@ -28,21 +28,29 @@ from pyro_nami.program.runner import RunModel
 
 __all__ = ["OPEN", "Refutation", "expansion_of"]
 
-# In prior standard deviations, to both sides; far, to see slow bends as well.
-_PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
-_OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
-_LINE = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)  # about the mode, in deviations of the Normals there
-# in those of the priors
-_ACROSS = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))
-# where no prior's deviation says how far
-_FAR_ACROSS = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))
-_MOST_STEPS, _MOST_ROUNDING = 60, 1e4  # to a mode; nats there, in a density
-# Points, or offsets, times rows of data: of more, steps of training take too long beside those of other guides. Of the
-# latter, each element of a latent counts as some rows.
-_MOST_TABLE, _MOST_WORK, _ROWS = 5e5, 4e5, 10
-_PROBED_DRAWS = 2  # beside the data themselves
-# elements of a block, if the model cannot be run at several points of them at once
-_MOST_BY_ONE = 64
+# Where Gaussian blocks are looked at, in prior standard deviations; far, to see slow bends as well.
+GAUSSIAN_PROBED_AT = (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)
+# The same for other forms: further out some overflow.
+PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
+# Where concavity is looked at about a mode, in deviations of the Normals there; further out the log density overflows.
+CONCAVE_AT = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)
+# Where further modes are looked for about a mode, in deviations of the priors, of which 4 have nearly all mass.
+MODES_AT = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))
+# The same where priors are flat, in deviations that data leave, up to 3,000 of them.
+FAR_MODES_AT = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))
+# Runs of the model in a search for a mode; ten times more take seconds for each latent without a mode.
+MOST_STEPS = 60
+# Points, or derivatives, times rows of data: of more, steps of training take too long beside those of other guides.
+MOST_WORK = 4e5
+ROWS_OF_ELEMENT = 10  # as which each element of a latent counts then
+# Draws that are looked at beside the data; ten times more take ten times as long, and have hardly shown more.
+PROBED_DRAWS = 2
+# Times: by how much a curvature may differ within a deviation, as it does where a density never falls again.
+LOOSENED = 30.0
+# Times the usual rounding, what a mean may be off by.
+ROUNDED = 10.0
+# Deviations that data leave, up to which flat priors are looked at; bends further out have no effect on draws.
+FAR_OUT = 1e5
 _AT_ONCE = "the model cannot be run at the points that this takes"
 _FLAT = "the log density of a child does not move with it, or is curved the wrong way"
 _NOT_FINITE = "its log density, or a derivative of it, is not finite"
@@ -51,19 +59,14 @@ _TOO_MANY = "are too many"
 _NOT_LINEAR = "the prior of one is not linear in the others"
 OPEN = "its prior is flat, and data leave it, or a sum with others, open"
 _LOOSE = "its prior is flat, and data hardly tell it: within a deviation of the mode their curvature is another"
-# times: by how much a curvature may differ there, as it does where a density never falls again
-_LOOSENED = 30.0
-# steps to a mean, and how much more than the usual rounding it may be off by
-_MOVES, _ROUNDED = 2, 10.0
-_INSIDE = 0.9  # of the way to bounds, up to which a density is looked at
-_SAMPLED = 256  # draws, by which the share out of bounds is told
-# how far beyond a deviation, and beyond zero, flat priors are looked at, and others meanwhile
-_BEYOND = 1e4, 3.0, 4.0
 _SCALED_APART = "latents that hang together are scaled by themselves"
 _ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
 
 
-@dataclass(frozen=True, kw_only=True)
+Run = Callable[[Any], Mapping[str, Any]]  # an expansion -> the sites of its run
+
+
+@dataclass(frozen=True)
 class Refutation:
     """Tests the forms of groups.
 
@@ -77,7 +80,7 @@ class Refutation:
         refused: latent -> why its conditional is not exact, as last found.
         lost: latents with a form that was refused as the model cannot be run at several points at once.
         open: latents with flat priors that data may leave open: no mode was found, or no end to the density.
-        tested: form and members of groups, with levels -> the form that holds, and whether all points fit a run.
+        tested: form and members of groups, with levels -> the form if it holds, else "".
     """
 
     nesting: int
@@ -86,24 +89,24 @@ class Refutation:
     refused: dict[str, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     open: set[str] = field(default_factory=set)
-    tested: dict[tuple[str, frozenset], tuple[str, bool]] = field(default_factory=dict)
+    tested: dict[tuple[str, frozenset], str] = field(default_factory=dict)
 
     def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
-        """Returns the group as it can be derived, if its form holds at all draws: by one run, or point by point.
+        """Returns the group as it can be derived, if its form holds at all draws.
 
         ``near`` says that a Gaussian block may be one about a mode instead.
         """
         key = group.form, frozenset(zip(group.members, group.depths or (0,)))
         if key not in self.tested:
             self.tested[key] = self._found(group)
-        form, vectorized = self.tested[key]
+        form = self.tested[key]
         if not form and near and group.form == "Gaussian" and not group.bound:
-            form, vectorized = self._found_about_mode(group), False
-        return group._replace(form=form, vectorized=vectorized) if form else None
+            form = self._found_about_mode(group)
+        return group._replace(form=form) if form else None
 
     def _found_about_mode(self, group: ConjugateGroup) -> str:
         """Returns the form of Normals about a mode if it holds in place of a Gaussian block; "" if not."""
-        near = group._replace(form="Newton", vectorized=False)
+        near = group._replace(form="Newton")
         key = near.form, frozenset(zip(group.members, group.depths))
         if key not in self.tested:
             reason = self._reason(near)
@@ -111,28 +114,19 @@ class Refutation:
                 self.refused.update(dict.fromkeys(group.members, reason))
             if reason in (OPEN, _LOOSE, _NOT_FINITE):
                 self.open.update(group.flat)
-            self.tested[key] = "" if reason else near.form, False
-        return self.tested[key][0]
+            self.tested[key] = "" if reason else near.form
+        return self.tested[key]
 
-    def _found(self, group: ConjugateGroup) -> tuple[str, bool]:
-        """Returns the form that holds, and whether all points fit a run; no form if none does."""
-        reason = ""
-        for each in (group, group._replace(vectorized=False)) if group.vectorized else (group,):
-            many = not group.flat and sum(each.elements) > _MOST_BY_ONE
-            if group.form == "Gaussian" and not each.vectorized and many:
-                break
-            reason = self._reason(each)
-            if not group.is_tabulated:
-                self.refused.update(dict.fromkeys(group.members, reason))
-            if not reason:
-                return each.form, each.vectorized
-            if not reason.startswith(_AT_ONCE):
-                break
+    def _found(self, group: ConjugateGroup) -> str:
+        """Returns the group's form if it holds; "" if not."""
+        reason = self._reason(group)
+        if not group.is_tabulated:
+            self.refused.update(dict.fromkeys(group.members, reason))
         if reason.startswith(_AT_ONCE):
             self.lost.update(group.members)
         if reason == OPEN:
             self.open.update(group.flat)
-        return "", False
+        return "" if reason else group.form
 
     def _reason(self, group: ConjugateGroup) -> str:
         """Returns why the form does not hold at some draw; empty if it does."""
@@ -146,10 +140,10 @@ class Refutation:
                 if closed and draw.keys() >= {*group.members}
                 else {}
             )
-            if draw.keys() >= group.needed and (told <= _PROBED_DRAWS or own):
+            if draw.keys() >= group.needed and (told <= PROBED_DRAWS or own):
                 given = draw.keys() & {*group.children, *group.needed}
                 reason = self._flaw(
-                    group, {name: draw[name] for name in given}, own, told > _PROBED_DRAWS
+                    group, {name: draw[name] for name in given}, own, told > PROBED_DRAWS
                 )
                 # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a
                 # latent open; the first is the data themselves.
@@ -205,7 +199,7 @@ class Refutation:
             only: whether to look there and nowhere else.
         """
 
-        def run(expansion: Expansion) -> Mapping[str, Any]:
+        def run(expansion: Any) -> Mapping[str, Any]:
             with expanding():
                 return self.run({**drawn, **expansion.points}, expansion.until)
 
@@ -217,71 +211,66 @@ class Refutation:
             return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
 
     def _flaw_at_points(
-        self,
-        group: ConjugateGroup,
-        run: Callable[[Expansion], Mapping[str, Any]],
-        own: Mapping[str, Tensor],
-        only: bool,
+        self, group: ConjugateGroup, run: Run, own: Mapping[str, Tensor], only: bool
     ) -> str:
         """Returns the flaw that shows far from the prior's mean.
 
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
-        kind = expansion_of(group)
-        distances = _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)[: 1 if only else None]
-        children = ", ".join(map(repr, group.children))
-        of = "a bound on " if group.bound else ""
-        what = f"{of}the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
-        at = functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
+        at = functools.partial(expansion_of(group), group, (1,) * self.nesting, self.nesting, False)
+        distances: Sequence[float] = GAUSSIAN_PROBED_AT if group.form == "Gaussian" else PROBED_AT
+        distances = distances[:1] if only else distances
         here = at()
-        flat = False
-        in_the_end = ""
-        line: list[Any]
+        reason = ""
+        others: dict[str, Any] = {f"{away:g} deviations away": at(away) for away in distances}
         if group.form == "Gaussian" and group.flat:
-            here, line, beyond, in_the_end = self._about_flat(
-                group, run, distances, is_data=not own
-            )
-            if in_the_end == _NOT_FINITE:
+            here, others, reason = self._about_flat(group, run, distances, is_data=not own)
+            if reason == _NOT_FINITE:
                 return _NOT_FINITE
-        else:
-            line, beyond = [at(away) for away in distances], list[Any]()
-        others = [*line, *beyond, *([at(0.0, own)] if own else [])]
-        places = ["at the prior's mean", *(f"{each.away:g} deviations away" for each in line[1:])]
-        places += [*("between its bounds" for _ in beyond), "at a draw and its own data"]
-        for each in (here, *others):
-            each.measure(sites := run(each))
-            if not (here.is_finite() if each is here else each.totals.isfinite().all()):
+        if own:
+            others["at a draw and its own data"] = at(0.0, own)
+        here.measure(sites := run(here))
+        if not here.is_finite():
+            return _NOT_FINITE
+        if _is_scaled_apart(sites, group):
+            return _SCALED_APART
+        if here.count is not None and (wide := self._wide(sites, group)):
+            return wide
+        reason = reason or ("" if here.reaches(sites) else _FLAT)
+        for other in others.values():
+            other.measure(run(other))
+            if not other.measured.totals.isfinite().all():
                 return _NOT_FINITE
-            if _is_scaled_apart(sites, group):
-                return _SCALED_APART
-            if each is here and here.count is not None and (wide := self._wide(sites, group)):
-                return wide
-            flat = flat or each is here and not here.reaches(sites)
-        for other, place in zip(others, places):
+        return self._unexplained(group, here, others) or reason
+
+    def _unexplained(self, group: ConjugateGroup, here: Any, others: Mapping[str, Any]) -> str:
+        """Returns where a form has other slopes, or gains another log density, than the model; empty if nowhere."""
+        children = ", ".join(map(repr, group.children))
+        asked = _ASKED.get(group.form, f"add to a {group.form} prior")
+        of = "a bound on " if group.bound else ""
+        what = f"{of}the log density of {children} does not {asked}"
+        first, *_ = others.values()
+        for place, other in others.items():
             if not here.explains(other):
-                at_once = here.count is not None and other is others[0]
+                at_once = here.count is not None and other is first
                 return (
                     f"{_AT_ONCE}: {what}" if at_once else f"{what}: its slopes are others {place}"
                 )
-        first, *rest = others
-        for other, place in zip(rest, places[1:]):
+        for place, other in others.items():
             gain, size = here.gain(first, other)
-            off = (other.totals.sum() - first.totals.sum() - gain).abs()
+            off = (other.measured.totals.sum() - first.measured.totals.sum() - gain).abs()
             rounded = here.noise * (1 + size.sqrt())
-            if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size + rounded:
+            if (
+                not off
+                <= TOLERANCE**2 * first.measured.totals.sum().abs() + TOLERANCE * size + rounded
+            ):
                 return f"{what}: it is off by {off:.2g} nats {place}"
-        if not only and not here.fits(line):
-            return f"{what}: not every one of them by itself"
-        return in_the_end or (_FLAT if flat else "")
+        return ""
 
     def _about_flat(
-        self,
-        group: ConjugateGroup,
-        run: Callable[[Expansion], Mapping[str, Any]],
-        distances: Sequence[float],
-        is_data: bool,
-    ) -> tuple[JointGaussian, list[JointGaussian], list[JointGaussian], str]:
-        """Returns where a block with flat priors is looked at: about its mean, on a line, and far out; and any flaw.
+        self, group: ConjugateGroup, run: Run, distances: Sequence[float], is_data: bool
+    ) -> tuple[JointGaussian, dict[str, JointGaussian], str]:
+        """Returns where a block with flat priors is looked at: about its mean, and elsewhere; and any flaw.
 
         All points lie within the bounds. Deviations are those that data leave, as a flat prior tells none.
 
@@ -291,49 +280,35 @@ class Refutation:
         """
         at = functools.partial(JointGaussian, group, (1,) * self.nesting, self.nesting, False)
         here = at(at=self.starts(group))
-        here.solve(run(here))
-        reason = OPEN if here.undecided() else ""
+        here, sites = _solved(here, run(here), run)
         if not here.is_finite():
-            return here, [], [], _NOT_FINITE
+            return here, {}, _NOT_FINITE
+        reason = OPEN if here.undecided() else ""
         if not reason:
-            for _ in range(_MOVES):
-                here = here.moved_to(here.means())
-                here.solve(sites := run(here))
-            here.noise = _ROUNDED * max(
-                _rounding(sites[name]) for name in group.children if name in sites
-            )
+            here = here.moved_to(here.means())
+            here, sites = _solved(here, run(here), run)
+            told = [sites[name] for name in group.children if name in sites]
+            here.noise = ROUNDED * max(map(_rounding, told))
             if not is_data and here.noise > 1.0:  # as rounding is all that there is to see
-                return here, [], [], _NOT_FINITE
+                return here, {}, _NOT_FINITE
             reason = self._cut(here) if is_data else ""
-        wide = {
-            name: max(1.0, here.noise / TOLERANCE) * width for name, width in here.widths().items()
+        width = max(1.0, here.noise / TOLERANCE)
+        ways = {
+            name: width * each * irregular(each.shape, each, i)
+            for i, (name, each) in enumerate(here.widths().items())
         }
-        ways = dict[str, Tensor]()
-        reach, most = 1.0, float(max(map(abs, distances)))
-        for i, (name, width) in enumerate(wide.items()):
-            center, flat = here.references[name], here.flat[name]
-            ways[name] = width * irregular(width.shape, width, i)
-            room = _INSIDE * flat.room(center, ways[name])
-            reach, most = min(reach, room), min(most, room)
-        places = [place * reach if abs(place) <= 1 else place for place in distances]
-        line = [
-            at(place, {name: here.references[name] + place * way for name, way in ways.items()})
-            for place in places
-            if abs(place) <= max(most, reach)
-        ]
-        factor, zero, others = _BEYOND
-        beyond = []
-        for side in (-1, 1) if len(distances) > 1 else ():
+
+        def moved(place: float, past: float = 0.0) -> JointGaussian:
             values = {}
             for name, way in ways.items():
-                center, flat = here.references[name], here.flat[name]
-                far = zero * center.abs() + factor * way.abs()
-                low = torch.maximum(flat.low.to(far), center - far)
-                high = torch.minimum(flat.high.to(far), center + far)
-                middle, half = (low + high) / 2, (high - low) / 2
-                values[name] = flat.within(middle + side * half * way / wide[name])
-            beyond.append(at(side * others, values))
-        return here, line, beyond, reason
+                center = here.references[name]
+                values[name] = here.flat[name].within(center + place * way + past * center.abs())
+            return at(past or place, values)
+
+        line = {f"{place:g} deviations away": moved(place) for place in distances}
+        for side in (-1, 1) if len(distances) > 1 else ():
+            line[f"{side * FAR_OUT:g} deviations away"] = moved(side * FAR_OUT, side * 3.0)
+        return here, line, reason
 
     def starts(self, group: ConjugateGroup) -> dict[str, Tensor]:
         """Returns where the search for what data say of flat priors begins, by member."""
@@ -346,62 +321,70 @@ class Refutation:
         have its means within bounds; see `pyro_nami.guide.build`.
         """
         means = here.means()
-        inside = [flat.low <= means[name] for name, flat in here.flat.items()]
-        inside += [means[name] <= flat.high for name, flat in here.flat.items()]
-        if not all(bool(each.all()) for each in inside):
-            return CUT.format(1.0)
+        for name, flat in here.flat.items():
+            if not ((flat.low <= means[name]) & (means[name] <= flat.high)).all():
+                return CUT.format(1.0)
         if here.group.needed:
             return ""
         with torch.no_grad(), forked_rng():
             pyro.set_rng_seed(0)
-            lost = max((float(each.max()) for each in here.lost(_SAMPLED).values()), default=0.0)
+            lost = max((float(each.max()) for each in here.lost().values()), default=0.0)
         return CUT.format(lost) if lost > MOST_LOST else ""
 
-    def _flaw_about_mode(
-        self, group: ConjugateGroup, run: Callable[[Expansion], Mapping[str, Any]]
-    ) -> str:
+    def _flaw_about_mode(self, group: ConjugateGroup, run: Run) -> str:
         """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
         of = group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False
-        kind = functools.partial(Newton, *of, **({"at": self.starts(group)} if group.flat else {}))
-        near: Any = kind()
+        kind = functools.partial(Newton, *of, at=self.starts(group))
+        near = kind()
         sites = run(near)
         rows = max(
             sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites
         )
         own = sum(value.numel() for value in near.values.values())
-        if near.num_offsets * rows + _ROWS * own > _MOST_WORK:
-            return f"{near.num_offsets} derivatives for each of {rows:,} rows of data, or {own:,} elements {_TOO_MANY}"
+        count = 1 + near.num_offsets
+        if count * rows + ROWS_OF_ELEMENT * own > MOST_WORK:
+            return f"{count} derivatives for each of {rows:,} rows of data, or {own:,} elements {_TOO_MANY}"
         if len(group.members) > 1:  # which takes less than a search
             near.measure(sites)
             run(far := kind(away=1.0))
             if not near.explains_priors(far):
                 return _NOT_LINEAR
-        while (following := near.solve(sites)) is not None:
-            near = following
-            if not near.has_converged(_MOST_STEPS):  # as numbers are too large, or there are edges
-                return _NOT_FINITE
-            sites = run(near)
+        near, sites = _solved(near, sites, run)
+        if near.runs >= MOST_STEPS:  # as numbers are too large, or there are edges
+            return _NOT_FINITE
         if group.flat and (reason := OPEN if near.undecided() else self._cut(near)):
             return reason
         here = near.mode()
         line = {0.0: here.densities(sites := run(here))}
         errors = here.rounding(sites)
-        if any((each > _MOST_ROUNDING).any() for each in errors):
+        if any((each > LOST).any() for each in errors):
             return _NOT_FINITE
-        line.update({place: far.densities(run(far)) for place, far in self._across(near)})
+        room = 0.9 * near.room()
+        for place in (*MODES_AT, *(FAR_MODES_AT if group.flat else ())):
+            place = max(-room, min(room, place))
+            if place not in line:
+                line[place] = (far := near.across(place)).densities(run(far))
         if not has_one_mode(line, errors):
             return "the log density of a child has more than one mode"
         if group.is_tabulated:
-            grid = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
-            if grid.count * rows > _MOST_TABLE:
-                return "a grid for all rows of data is too large"
-            rounding = sum(float(each.sum()) for each in near.rounding(sites))
-            grid.solve(sites := run(grid))
-            if wide := self._wide(sites, group):
-                return wide
-            one = near.moved_to(grid.third())
-            alone = one.joint_slopes(run(one))
-            return grid.flaw(sites, alone, rounding) if grid.is_finite() else _NOT_FINITE
+            return self._flaw_of_grid(group, near, run, rows)
+        return self._flaw_of_normals(group, near, run)
+
+    def _flaw_of_grid(self, group: ConjugateGroup, near: Newton, run: Run, rows: int) -> str:
+        """Returns what speaks against a grid about a mode; empty if nothing does."""
+        grid: Any = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
+        if grid.count * rows > MOST_WORK:
+            return "a grid for all rows of data is too large"
+        rounding = sum(float(each.sum()) for each in near.rounding(run(near.mode())))
+        grid.solve(sites := run(grid))
+        if wide := self._wide(sites, group):
+            return wide
+        one = near.moved_to(grid.third())
+        alone = one.joint_slopes(run(one))
+        return grid.flaw(sites, alone, rounding) if grid.is_finite() else _NOT_FINITE
+
+    def _flaw_of_normals(self, group: ConjugateGroup, near: Newton, run: Run) -> str:
+        """Returns what speaks against Normals about a mode; empty if nothing does."""
         here = near.mode()
         here.measure(sites := run(here))
         if not here.is_finite():
@@ -410,36 +393,27 @@ class Refutation:
             return _SCALED_APART
         if not here.reaches(sites):
             return _FLAT
-        line, errors = {0.0: here.densities(sites)}, here.rounding(sites)
         if group.flat and self._is_loose(near, run):
             return _LOOSE
-        for place in _LINE:
-            far = near.line(place)
+        line, errors = {0.0: here.densities(sites)}, here.rounding(sites)
+        for place in CONCAVE_AT:
+            far, length = near.line(place)
             line[place] = far.densities(run(far))
             if not here.explains_priors(far):
                 return _NOT_LINEAR
-            if here.is_wider(far):
+            if here.is_wider(far, length):
                 return _NOT_CONCAVE
         return "" if is_concave(line, errors) else _NOT_CONCAVE
 
-    def _across(self, near: Newton) -> Iterator[tuple[float, Newton]]:
-        """Yields places on a line through a mode, and the points there, within the bounds of flat priors."""
-        room = _INSIDE * near.room()
-        places = [*_ACROSS, *(_FAR_ACROSS if near.group.flat else ())]
-        places = [place for place in places if abs(place) < room]
-        ends = [-room, room] if room < max(_FAR_ACROSS) else []
-        for place in (*places, *ends):
-            yield place, near.across(place)
-
-    def _is_loose(self, near: Newton, run: Callable[[Expansion], Mapping[str, Any]]) -> bool:
+    def _is_loose(self, near: Newton, run: Run) -> bool:
         """Whether curvatures along elements with flat priors are others a deviation from the mode."""
+        widths = near.widths()
         for place in (-1.0, 1.0):
-            far = near.line(place)
+            far, _ = near.line(place)
             far.measure(run(far))
             for name, width in far.widths().items():
-                if not (
-                    (width / near.widths()[name]).square().log().abs() < math.log(_LOOSENED)
-                ).all():
+                times = (width / widths[name]).square()
+                if not (times.log().abs() < math.log(LOOSENED)).all():
                     return True
         return False
 
@@ -452,6 +426,13 @@ class Refutation:
         dims = ((name, len(getattr(sites[name]["fn"], "batch_shape", ()))) for name in others)
         wide = next((name for name, count in dims if count > self.nesting), "")
         return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim" if wide else ""
+
+
+def _solved(near: Any, sites: Mapping[str, Any], run: Run) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the last of the expansions that lead to a solution, and the sites of its run, given the first."""
+    while near.runs < MOST_STEPS and (following := near.solve(sites)) is not None:
+        near, sites = following, run(following)
+    return near, sites
 
 
 def _rounding(site: Mapping[str, Any]) -> float:

@@ -2,8 +2,8 @@
 
 For offsets x from the reference the children's log density is c + g . x - x . H x / 2. The prior of
 a member says x_k = B (x of earlier members) + d + S u with u ~ N(0, I). Slopes at the reference
-give g; slopes at unit offsets give H; prior locations there give B. For a flat prior u has infinite
-variance.
+give g. Their derivatives, taken in one run of the model, give H; those of the prior's locations
+give B. For a flat prior u has infinite variance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
-    TOLERANCE,
     Changed,
     Expansion,
     agree,
@@ -30,7 +29,6 @@ from pyro_nami.deriving.gaussian_levels import (
     Level,
     along_units,
     inverse_root,
-    is_quadratic,
     times,
     without_gaps,
 )
@@ -39,11 +37,9 @@ from pyro_nami.program.flat_priors import Flat, flat_prior
 
 __all__ = ["SecondOrder"]
 
-_NEAR = 3.0  # prior standard deviations
-
 
 class SecondOrder(Expansion):
-    """What the children say of a block, and the priors, to second order: as rows of the levels of its elimination.
+    """A block's priors and its children's log density to second order, as rows of the levels of its elimination.
 
     Args:
         group, leading, nesting, differentiable, away: as for `Expansion`.
@@ -57,194 +53,153 @@ class SecondOrder(Expansion):
         self.sizes = dict(zip(group.members, group.elements)) if sizes is None else sizes
         self._depth = dict(zip(group.members, group.depths))
         # in order of elimination, of each level the last drawn first
-        self._first, self._end = {}, 0
         backwards = list(reversed(group.members))
-        for name in sorted(backwards, key=self._depth.__getitem__):
-            self._first[name] = self._end
-            self._end += self.sizes[name]
-        self.count = 1 + self._end if group.vectorized and self.away is None else None
+        order = sorted(backwards, key=self._depth.__getitem__)
+        starts = itertools.accumulate((self.sizes[name] for name in order), initial=0)
+        self._first = dict(zip(order, starts))
+        # names of the members of each level
+        self.by_level = [list(names) for _, names in itertools.groupby(order, self._depth.get)]
         self.references: dict[str, Tensor] = {}  # values that offsets are from
         self.flat: dict[str, Flat] = {}  # of members with flat priors
-        self._units: dict[str, Tensor] = {}
-        self._steps: dict[str, Tensor] = {}  # lengths of unit offsets, which suit the priors
+        # of prior locations, in the slopes: all are zero
+        self._weights: dict[str, Tensor] = {}
         self._levels: list[Level] = []
+        # children with precisions of 1, and members with prior scales of 1, in place of their own
+        self.units: frozenset[str] = frozenset()
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
-        """Returns the reference and all unit offsets from it, those of a lifted level's instances together."""
+        """Returns the reference, or a point some deviations away from it."""
         if (flat := flat_prior(prior)) is not None:
             self.flat[name] = flat
             loc, step = flat.center(torch.Size(prior.batch_shape) + prior.event_shape), flat.step()
         else:
             loc, step = prior.mean.detach(), prior.stddev.detach().mean()
-            loc = loc[0] if self._has_points(prior, shape) else loc
         reference = self.references[name] = self.reference(name, loc, step)
-        # a flat prior may not say on which device it is
-        loc, step = loc.to(reference), step.to(reference)
         if self.away is not None:
-            return reference + self.away * step * irregular(shape, loc, len(self.values))
-        held = self._held(name, shape, prior)
-        if held.numel() != self.sizes[name]:
-            self.sizes[name] = held.numel()
+            # a flat prior may not say on which device it is
+            off = step.to(reference) * irregular(shape, reference, len(self.values))
+            return reference + self.away * off
+        size = self._held(name, shape, prior).numel()
+        if size != self.sizes[name]:
+            self.sizes[name] = size
             raise Changed
-        first = 1 + self._first[name]
-        unit = (
-            torch.eye(1 + self._end, dtype=loc.dtype, device=loc.device)[
-                :, first : first + held.numel()
-            ]
-            * step
-        )
-        unit = unit.flip(-1) if held.numel() > 1 else unit
-        lead = shape if self.count is None else shape[1:]
-        unit = unit.reshape((-1,) + (1,) * (len(lead) - len(held)) + held).expand((-1, *lead))
-        self._units[name] = unit
-        self._steps[name] = step.expand(held.numel())
-        return reference + (unit[0] if self.count is None else unit)
-
-    @property
-    def num_offsets(self) -> int:
-        """Number of points at which slopes are taken: none away, and one for each element."""
-        return 1 + self._end
+        return reference.expand(shape)
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         """Returns what a member's offsets are from, given its prior's location and some deviation."""
         return loc
 
-    def _read(self, sites: Mapping[str, Any], whole: bool) -> None:
-        """Takes H and g from the run, and what priors say, anew."""
-        self._levels = []
-        slopes = self.take(sites, again=self.differentiable or self.count is None, whole=whole)
-        locs = {name: self._base(name).loc for name in self.priors}
-        moved = {
-            name
-            for name, prior in self.priors.items()
-            if self._has_points(prior, self.shapes[name])
+    @property
+    def num_offsets(self) -> int:
+        """Number of directions that slopes are differentiated in: elements of members, of one instance each."""
+        return sum(self.sizes[name] for name in self._first)
+
+    def take(
+        self, sites: Mapping[str, Any], *, again: bool = False, **options: Any
+    ) -> dict[str, Tensor]:
+        """Returns the slopes, as `Expansion.take` does.
+
+        If they are to be differentiated again, each has a term besides: weights of zero times the slopes of prior
+        locations. The derivatives of slopes by these weights are the derivatives of the locations.
+        """
+        if again and len(self.priors) > 1:
+            locs = {name: self._base(name).loc for name in self.priors}
+            locs = {name: loc for name, loc in locs.items() if loc.requires_grad}
+            with derivatives():
+                self._weights = {
+                    name: torch.zeros_like(loc, requires_grad=True) for name, loc in locs.items()
+                }
+                # as numbers, since a traced tensor's shape is none that autograd can compare
+                options["more"] = [(loc * self._weights[name]).sum() for name, loc in locs.items()]
+        return super().take(sites, again=again, **options)
+
+    def levels_of(self, sites: Mapping[str, Any], child: str) -> list[Level]:
+        """Returns the levels with what one child says."""
+        self._read(sites, self.take(sites, again=True, parts=[child]))
+        return self._levels
+
+    def _read(self, sites: Mapping[str, Any], slopes: Mapping[str, Tensor]) -> None:
+        """Takes H, g and the rows of the priors from a run, given slopes that can be differentiated again."""
+        inputs: dict[Any, Tensor] = {
+            **self.values,
+            **{("weight", name): w for name, w in self._weights.items()},
         }
-        if self.count is None:
-            moved = (
-                {name for name, loc in locs.items() if loc.requires_grad}
-                if len(locs) > 1
-                else set()
-            )
-            slopes, locs = self._at_units(slopes, {name: locs[name] for name in moved}, locs)
-        self._lengths = torch.cat([self._steps[name] for name in self._first]).double()
-        for names in self._by_level():
+        units = {name: self._unit_offsets(name) for name in self.values}
+        found = along_units(slopes, units, list(inputs.values()), self.differentiable)
+        bends: dict[Any, Tensor] = dict(zip(inputs, found))
+        self._levels = []
+        for names in self.by_level:
             begin, size = self._first[names[0]], sum(self.sizes[name] for name in names)
             frames = sites[names[0]]["cond_indep_stack"] if self._is_lifted(names[0]) else ()
             dims = frozenset(frame.dim for frame in frames if frame.vectorized)
-            rows = [
-                self._differences(self._flat(name, slopes[name]), begin, sign=-1) for name in names
-            ]
-            priors = [self._whitening(name, locs[name], name in moved, begin) for name in names]
-            own, prior = (
-                each[0] if len(each) == 1 else torch.cat(each, -2) for each in (rows, priors)
-            )
+            rows = [-self._columns(name, bends[name][begin:], slopes[name]) for name in names]
+            priors = [self._prior_rows(name, bends.get(("weight", name)), begin) for name in names]
             proper = [
-                own.new_full((self.sizes[name],), float(name not in self.flat)) for name in names
+                rows[0].new_full((self.sizes[name],), float(name not in self.flat))
+                for name in names
             ]
+            own, prior = torch.cat(rows, -2), torch.cat(priors, -2)
             self._levels.append(Level(begin, size, dims, own, prior, torch.cat(proper)))
         self._levels, finite = without_gaps(self._levels)
-        for names, each in zip(self._by_level(), finite):
-            self.finite.update(zip(names, each.split([self.sizes[name] for name in names], -1)))
+        for names, each in zip(self.by_level, finite):
+            self.finite.update(self._by_name(names, each))
 
-    def _differences(self, flat: Tensor, begin: int, sign: int) -> Tensor:
-        """Returns derivatives by all offsets from ``begin`` on, and behind them the value at 0: ``(..., E, columns)``.
+    def _by_name(self, names: Sequence[str], values: Tensor) -> dict[str, Tensor]:
+        """Returns values of a level's elements, which lie along the last dim, by member."""
+        return dict(zip(names, values.split([self.sizes[name] for name in names], -1)))
 
-        Both times ``sign``; of ``flat`` values at 0 and all unit offsets, ``(points, ..., E)``.
-        """
-        flat = (flat if self.differentiable else flat.detach()).double()
-        steps, zero = self._lengths[begin:].reshape((-1,) + (1,) * (flat.dim() - 1)), flat[:1]
-        return sign * torch.cat([(flat[1 + begin :] - zero) / steps, zero]).movedim(0, -1)
+    def _unit_offsets(self, name: str) -> Tensor:
+        """Returns unit offsets of all elements, as offsets of a member: ``(offsets, *value)``."""
+        value, shape, first = self.values[name], self.shape_of(name), self._first[name]
+        unit = torch.eye(self.num_offsets, dtype=value.dtype, device=value.device)
+        unit = unit[:, first : first + self.sizes[name]].flip(-1)
+        held = self._held(name, shape)
+        unit = unit.reshape((-1,) + (1,) * (len(shape) - len(held)) + held)
+        return unit.expand((-1, *shape)).reshape((-1, *value.shape))
 
-    def _whitening(self, name: str, loc: Tensor, moved: bool, begin: int) -> Tensor:
+    def _columns(self, name: str, changes: Tensor, start: Tensor) -> Tensor:
+        """Returns derivatives by offsets and, behind them, a value at 0: ``(*batch, *plates, E, columns)``."""
+        idle = (1,) * (len(self.shape_of(name)) + 1 - changes.dim())
+        changes = changes.reshape(changes.shape[:1] + idle + changes.shape[1:])
+        columns = torch.cat([self._flat(name, changes), self._flat(name, start).unsqueeze(0)])
+        columns = columns if self.differentiable else columns.detach()
+        return columns.double().movedim(0, -1)
+
+    def _prior_rows(self, name: str, moves: Tensor | None, begin: int) -> Tensor:
         """Returns S^-1 (x_k - B x - d), which has the prior N(0, I): ``(*batch, *plates, E, columns)``."""
-        shape = self.shapes[name]
-        size = self.sizes[name]
-        base = self._base(name)
-        own, after = self._first[name], self._first[name] + size
-        points = shape if self.count is not None else (1, *shape)
-        loc = loc - self.references[name]
-        if moved:
-            mean = self._differences(
-                self._flat(name, loc.expand((1 + self._end, *points[1:]))), after, sign=1
-            )
-        else:
-            mean = self._flat(name, loc.expand(points[1:])).double().unsqueeze(-1)
-            mean = mean if self.differentiable else mean.detach()
-            still = self._end - after
-            mean = (
-                torch.cat([mean.new_zeros(mean.shape[:-1] + (still,)), mean], -1) if still else mean
-            )
+        base, shape = self._base(name), self.shape_of(name)
+        own, after = self._first[name], self._first[name] + self.sizes[name]
+        loc = base.loc - self.references[name]
+        if moves is None:
+            moves = loc.new_zeros((self.num_offsets, *loc.shape))
+        mean = self._columns(name, moves[after:], loc)
         if isinstance(base, dist.Normal):
-            scale = self._flat(name, base.scale.expand(points)[0]).double()
-            scale = (scale if self.differentiable else scale.detach()).reciprocal().unsqueeze(-1)
-            inverse = scale if size == 1 else torch.diag_embed(scale.squeeze(-1))
-            mean = mean * scale
+            scale = self._flat(name, base.scale.expand(shape)).double()
+            inverse = torch.diag_embed(scale.reciprocal())
         else:
-            root = (
-                base.scale_tril.double()
-                if self.differentiable
-                else base.scale_tril.detach().double()
-            )
-            inverse = inverse_root(root, points, None if self._is_lifted(name) else self.nesting)
-            mean = inverse @ mean
-        before = [inverse.new_zeros(inverse.shape[:-1] + (own - begin,))] if own > begin else []
-        return torch.cat([*before, inverse, -mean], -1)
+            nesting = None if self._is_lifted(name) else self.nesting
+            inverse = inverse_root(base.scale_tril.double(), shape, nesting)
+        inverse = inverse if self.differentiable else inverse.detach()
+        before = inverse.new_zeros(inverse.shape[:-1] + (own - begin,))
+        return torch.cat([before, inverse, -(inverse @ mean)], -1)
 
     def _base(self, name: str) -> Any:
         """Returns a member's Normal or multivariate Normal prior; of a flat one where offsets begin, and their unit."""
-        if name not in self.flat:
-            return innermost(self.priors[name])
-        reference = self.references[name].detach()
-        return dist.Normal(
-            reference,
-            self._steps[name][0].to(reference).expand(reference.shape),
-            validate_args=False,
-        )
+        if name in self.flat:
+            loc = self.references[name].detach()
+        else:
+            base: Any = innermost(self.priors[name])
+            if name not in self.units:
+                return base
+            loc = base.loc
+        return dist.Normal(loc, torch.ones_like(loc), validate_args=False)
 
-    def _at_units(
-        self, slopes: Mapping[str, Tensor], moved: Mapping[str, Tensor], locs: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns slopes, and locations of priors, at 0 and all unit offsets, given those at 0.
-
-        All of them are linear in the offsets, so derivatives at 0 tell, where the model cannot be run at all at once.
-        """
-        leaves, names = list(self.values.values()), list(self.values)
-        weights = {name: torch.ones_like(loc, requires_grad=True) for name, loc in moved.items()}
-        totals = [(loc * weights[name]).sum() for name, loc in moved.items()]
-        total = torch.stack(totals).sum() if totals else torch.zeros(())
-        backward = (
-            torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
-            if totals
-            else ()
-        )
-
-        def stacked(starts: Mapping[str, Tensor], changes: Sequence[Tensor]) -> dict[str, Tensor]:
-            found = {}
-            for (name, start), change in zip(starts.items(), changes):
-                # zeros
-                change = (
-                    change
-                    if change.dim() > start.dim()
-                    else change.expand(1 + self._end, *start.shape)
-                )
-                idle = (1,) * (self.values[name].dim() - start.dim())
-                # In doubles, as far from the mean changes are small beside slopes.
-                points = (start.double() + change.double()).reshape(
-                    (1 + self._end,) + idle + start.shape
-                )
-                points = points.expand((-1, *self.values[name].shape))
-                found[name] = points.reshape((-1, *self.shapes[name]))
-            return found
-
-        graph, weighed = self.differentiable, list(weights.values())
-        gone = (
-            along_units(dict(zip(names, backward)), self._units, weighed, graph) if totals else ()
-        )
-        bent = along_units(slopes, self._units, leaves, graph)
-        return stacked(slopes, bent), {**locs, **stacked(moved, gone)}
-
-    def _whole(self, name: str, value: Tensor) -> Tensor:
-        return value.expand(self.values[name].shape).reshape(self.shapes[name])
+    def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
+        if name in self.units:
+            unit = dist.Normal(sites[name]["fn"].loc, 1.0, validate_args=False)
+            scale = sites[self.group.members[0]]["scale"]
+            sites = {**sites, name: {**sites[name], "fn": unit, "scale": scale}}
+        return super().density(sites, name)
 
     def _moved(self, name: str, value: Tensor) -> Tensor:
         """Returns the offset of a member's value, ``(*batch, *plates, E)``."""
@@ -252,12 +207,9 @@ class SecondOrder(Expansion):
 
     # ---- probing
 
-    def measure(self, sites: Mapping[str, Any]) -> None:
-        if self.away is None:
-            with derivatives():
-                self._read(sites, whole=True)
-        else:
-            super().measure(sites)
+    def fit(self, sites: Mapping[str, Any]) -> None:
+        with derivatives():
+            self._read(sites, self.take(sites, again=True))
 
     def is_finite(self) -> bool:
         return super().is_finite() and all(
@@ -267,21 +219,13 @@ class SecondOrder(Expansion):
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child's log density moves at all, and that of no element is curved the wrong way."""
         for level in self._levels:
-            own = [
-                each[..., : level.size].diagonal(dim1=-2, dim2=-1)
-                for each in (level.rows, level.prior)
-            ]
+            precision = level.precision
             # What is flat may be told by members that it moves alone.
-            if not torch.where(level.proper > 0, own[0] > -own[1].square(), own[0] >= 0).all():
+            if not torch.where(level.proper > 0, precision > 0, precision >= 0).all():
                 return False
         return all(self._curves(sites, child) for child in self.group.children)
 
     def _curves(self, sites: Mapping[str, Any], child: str) -> bool:
-        if self.count is not None:
-            there = self.density(sites, child)
-            if there.dim() <= len(self.leading):
-                raise RuntimeError(f"'{child}' has no dim of the points.")
-            return bool((there != there[:1]).any())
         leaves = list(self.values.values())
         # as few of many are read
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
@@ -298,53 +242,48 @@ class SecondOrder(Expansion):
         return any(bend is not None and bool((bend != 0).any()) for bend in bends)
 
     def explains(self, far: SecondOrder) -> bool:
-        names, steps = self._by_level(), self._steps_to(far)
-        for i, (each, level) in enumerate(zip(names, self._levels)):
-            found = torch.cat([self._flat(name, far.slopes[name]).double() for name in each], -1)
-            terms = [
-                times(level.columns(other), step)
-                for other, step in zip(self._levels[i:], steps[i:])
-            ]
+        steps = self._steps_to(far)
+        for i, (names, level) in enumerate(zip(self.by_level, self._levels)):
+            found = torch.cat(
+                [self._flat(name, far.measured.slopes[name]).double() for name in names], -1
+            )
+            terms = self._terms(i, steps)
             terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps[:i])]
             off = (found + level.rows[..., -1] + sum(terms)).abs()
             # Where data are precise, what is small beside their pull may be large beside what they leave open.
-            own = [
-                each[..., : level.size].diagonal(dim1=-2, dim2=-1)
-                for each in (level.rows, level.prior)
-            ]
-            precision = (own[0] + level.proper * own[1].square()).clamp(min=0)
-            rounded = bool((off <= self.noise * precision.sqrt()).all())
+            width = level.precision.clamp(min=0).sqrt()
+            rounded = bool((off <= self.noise * width).all())
             if not rounded and not agree(
                 found, -level.rows[..., -1], [-term for term in terms], torch.float32
             ):
                 return False
-            rounding = (
-                100 * torch.finfo(far.values[each[0]].dtype).eps * sum(term.abs() for term in terms)
-            )
-            least = (0.05 + self.noise) * precision.sqrt() + rounding
-            if abs(far.away or 0.0) <= _NEAR and not (off <= least).all():
+            eps = torch.finfo(far.values[names[0]].dtype).eps
+            least = (0.05 * max(1.0, abs(far.away or 0.0)) + self.noise) * width
+            if not (off <= least + 100 * eps * sum(term.abs() for term in terms)).all():
                 return False
         return self.explains_priors(far)
 
     def explains_priors(self, far: SecondOrder) -> bool:
         """Whether the priors' noise at another point is what their rows say of the offsets."""
         steps = self._steps_to(far)
-        for i, (each, level) in enumerate(zip(self._by_level(), self._levels)):
-            noise = [self._noise(name, far) for name in each]
-            terms = [
-                times(level.columns(other, prior=True), step)
-                for other, step in zip(self._levels[i:], steps[i:])
-            ]
-            if not agree(torch.cat(noise, -1), level.prior[..., -1], terms, torch.float32):
+        for i, (names, level) in enumerate(zip(self.by_level, self._levels)):
+            noise = torch.cat([self._noise(name, far) for name in names], -1)
+            terms = self._terms(i, steps, prior=True)
+            if not agree(noise, level.prior[..., -1], terms, torch.float32):
                 return False
         return True
+
+    def _terms(self, i: int, steps: Sequence[Tensor], prior: bool = False) -> list[Tensor]:
+        """Returns what steps of a level and those behind it add to its rows."""
+        columns = [self._levels[i].columns(other, prior) for other in self._levels[i:]]
+        return [times(each, step) for each, step in zip(columns, steps[i:])]
 
     def _steps_to(self, far: SecondOrder) -> list[Tensor]:
         """Returns the offsets of another point, by level."""
         values = {name: value.detach() for name, value in far.values.items()}
         return [
             torch.cat([self._moved(name, values[name]) for name in each], -1)
-            for each in self._by_level()
+            for each in self.by_level
         ]
 
     def _noise(self, name: str, far: SecondOrder) -> Tensor:
@@ -360,34 +299,21 @@ class SecondOrder(Expansion):
             )
         return self._flat(name, error).double()
 
-    def fits(self, others: Sequence[SecondOrder]) -> bool:
-        """Whether each child's log density by itself is quadratic along a line: what one hides, others show."""
-        return is_quadratic({other.away or 0.0: other.totals for other in others}, TOLERANCE)
-
     def gain(self, near: SecondOrder, far: SecondOrder) -> tuple[Tensor, Tensor]:
         """Returns (g0 + g1) . (x1 - x0) / 2, which a quadratic gains, but not where autograd does not see slopes."""
         steps = {name: (far.values[name] - near.values[name]).detach() for name in self._first}
         terms = [
-            (step * (near.slopes[name] + far.slopes[name]) / 2).sum()
+            (step * (near.measured.slopes[name] + far.measured.slopes[name]) / 2).sum()
             for name, step in steps.items()
         ]
         sizes = [
-            (step * each.slopes[name]).abs().sum()
+            (step * each.measured.slopes[name]).abs().sum()
             for name, step in steps.items()
             for each in (near, far)
         ]
         return torch.stack(terms).sum(), torch.stack(sizes).sum()
 
     # ---- shapes
-
-    def _has_points(self, prior: Any, shape: Sequence[int]) -> bool:
-        """Whether a prior moves with other members, and so has the dim of the points."""
-        dims = len(shape) - len(prior.event_shape)
-        return (
-            self.count is not None
-            and len(prior.batch_shape) == dims
-            and prior.batch_shape[0] == self.count
-        )
 
     def _held(self, name: str, shape: Sequence[int], prior: Any = None) -> torch.Size:
         """Returns those dims of a member's values that its elements lie along."""
@@ -398,16 +324,13 @@ class SecondOrder(Expansion):
     def _is_lifted(self, name: str) -> bool:
         return self._depth[name] < self.group.num_lifted
 
-    def _by_level(self) -> list[list[str]]:
-        return [list(names) for _, names in itertools.groupby(self._first, self._depth.__getitem__)]
-
     def _flat(self, name: str, value: Tensor) -> Tensor:
         """Returns values with elements along the last dim, ``(*batch, *plates, E)``, size 1 in plates that E counts.
 
         The last comes first, as it is eliminated first.
         """
-        shape = self.shapes[name]
-        value = value.expand(broadcast(value.shape, shape if self.count is None else shape[1:]))
+        shape = self.shape_of(name)
+        value = value.expand(broadcast(value.shape, shape))
         held = self._held(name, shape)
         batch = value.shape[: value.dim() - len(held)]
         value = value.reshape(

@@ -1,8 +1,8 @@
 """A site's factor as a distribution: from its prior to the shapes of parameters, and from raw parameters to a density.
 
 `types` is the table of distribution types, and `bijections` map unconstrained space to supports. A
-`layout` cuts a value into elements, whose densities are in `elements` and `normals`; a
-`distribution` joins both. A `family` chooses among them: in `unconstrained` space, or of the
+`layout` cuts a value into elements, whose distributions are torch's, or are in `elements` and
+`normals`; a `distribution` joins both. A `family` chooses among them: in `unconstrained` space, or of the
 model's `own_type`; the `registry` names families. `noisy_or` is a distribution for models, on
 `sparse` weights; `bounds` bound log densities in closed form; `gumbel_softmax` relaxes draws of
 binary and one-hot types. Nothing here holds parameters: the guide's networks give them.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import Distribution, biject_to, transforms
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
-from torch.nn.functional import pad, softplus
+from torch.nn.functional import pad
 
 from pyro_nami.factors.links import within
 
@@ -107,14 +107,18 @@ def support_on(support: Constraint, event_dim: int) -> Constraint:
     return constraints.independent(base, ndims) if ndims > 0 else base
 
 
-def has_tensor_bounds(support: Constraint) -> bool:
-    """Whether the support holds tensors, so that it may differ between calls (``Uniform(0, hi)``)."""
-    return _holds_tensor(list(vars(support).values()))
+def has_tensor_bounds(support: Any) -> bool:
+    """Whether a support, or a part of it, holds tensors, so that it may differ between calls (``Uniform(0, hi)``)."""
+    if isinstance(support, Constraint):
+        support = list(vars(support).values())
+    if isinstance(support, (list, tuple)):
+        return any(map(has_tensor_bounds, support))
+    return isinstance(support, Tensor)
 
 
 def detached_support(value: Any) -> Any:
     """Returns a support (or a part of it) with its tensors cut from autograd, so that it can be kept and pickled."""
-    if not _holds_tensor(value):
+    if not has_tensor_bounds(value):
         return value
     if isinstance(value, Tensor):
         return value.detach().clone()
@@ -128,8 +132,9 @@ def detached_support(value: Any) -> Any:
 def interior(support: Constraint, value: Tensor) -> Tensor:
     """Returns `value` moved off the boundary of an open or half-open support, by a few units in the last place.
 
-    Inverse transforms are finite there, and so are gradients of logarithms: a distance of zero becomes one whose
-    inverse is far from the dtype's largest number, and values without a bound end at its root. Other values stay.
+    There inverse transforms are finite, and so are gradients of logarithms. A distance of zero to a bound becomes one
+    whose inverse is far from the dtype's largest number; values without an upper bound end at the root of that number.
+    Other values stay.
     """
     base, _ = peel_support(support)
     if base is constraints.real or base.is_discrete or not value.is_floating_point():
@@ -164,9 +169,6 @@ class LogCholeskyTransform(Transform):
     domain = constraints.real_vector
     codomain = constraints.lower_cholesky
     bijective = True
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LogCholeskyTransform)
 
     def _call(self, x: Tensor) -> Tensor:
         length = x.shape[-1]
@@ -216,12 +218,6 @@ class NearlyIdentity(Transform):
         low, high = (torch.as_tensor(each) for each in (support.lower_bound, support.upper_bound))
         return bool(((low < -1) & (high > 1)).all())
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, NearlyIdentity):
-            return False
-        pairs = (self.low, other.low), (self.high, other.high)
-        return all(torch.equal(*map(torch.as_tensor, pair)) for pair in pairs)
-
     def _bound(self, x: Tensor) -> Tensor:
         low, high = (torch.as_tensor(each).to(x) for each in (self.low, self.high))
         return torch.where(x < 0, -low, high)
@@ -235,8 +231,8 @@ class NearlyIdentity(Transform):
         return bound * (y / bound).atanh()
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        size = (x / self._bound(x)).abs()
-        return 2 * (math.log(2.0) - size - softplus(-2 * size))
+        bound = self._bound(x)
+        return transforms.TanhTransform().log_abs_det_jacobian(x / bound, y / bound)
 
 
 class _NormalCDF(Transform):
@@ -244,9 +240,6 @@ class _NormalCDF(Transform):
 
     domain, codomain = constraints.real, constraints.unit_interval
     bijective, sign = True, 1
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _NormalCDF)
 
     def _call(self, x: Tensor) -> Tensor:
         return torch.special.ndtr(x)
@@ -276,13 +269,3 @@ def _base_bijection(support: Constraint) -> Transform:
     if is_interval(support) and NearlyIdentity.suits(support):
         return NearlyIdentity(support.lower_bound, support.upper_bound)  # type: ignore[attr-defined]
     return biject_to(support)
-
-
-def _holds_tensor(value: object) -> bool:
-    if isinstance(value, Constraint):
-        return has_tensor_bounds(value)
-    return (
-        any(map(_holds_tensor, value))
-        if isinstance(value, (list, tuple))
-        else isinstance(value, Tensor)
-    )

@@ -53,7 +53,7 @@ class BoxedNormal(JointNormal):
 
     @property
     def lost(self) -> Tensor:
-        """Share of the Normal outside of the bounds, by the latest draw, ``(*lead)``: its mean over draws is that."""
+        """An estimate of the share of the Normal outside of the bounds, from the latest draw, ``(*lead)``."""
         return self._lost[0]
 
     @constraints.dependent_property
@@ -89,13 +89,13 @@ class BoxedNormal(JointNormal):
         return self.low, self.high
 
     def _edges(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the bounds of e that each element has given those before it, as they are in a vector, and unbent."""
+        """Returns each element's bounds given the elements before it, as standard Normal variables."""
         narrow = self.lower.diagonal(dim1=-2, dim2=-1)
         below, above = noise - narrow * (x - self.low), noise + narrow * (self.high - x)
         return self._straight(below), self._straight(above)
 
     def _straight(self, noise: Tensor) -> Tensor:
-        """Returns the standard Normal variables that elements are made of."""
+        """Returns the standard Normal variables of which e is made."""
         return noise if self._elements is None else self._elements.noise(_bounded(noise))
 
     def _in_turn(self, shape: torch.Size) -> Tensor:

@@ -175,51 +175,36 @@ class Relocated(TorchDistribution):
     def __init__(self, base: TorchDistribution, relocation: Relocation) -> None:
         self._base, self._relocation = base, relocation
         self._latest = LatestDraw()
-        super().__init__(
-            relocation.outside(base.batch_shape), base.event_shape, validate_args=False
-        )
+        self.has_rsample = base.has_rsample
+        self.has_enumerate_support = base.has_enumerate_support
+        batch_shape = relocation.outside(base.batch_shape)
+        super().__init__(batch_shape, base.event_shape, validate_args=False)
 
     @constraints.dependent_property
     def support(self) -> constraints.Constraint | None:
         return self._base.support
 
-    @property
-    def has_rsample(self) -> bool:  # type: ignore[override]
-        return self._base.has_rsample
-
-    @property
-    def has_enumerate_support(self) -> bool:  # type: ignore[override]
-        return self._base.has_enumerate_support
-
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Relocated:
-        return Relocated(
-            self._base.expand(self._relocation.inside(torch.Size(batch_shape))), self._relocation
-        )
+        inside = self._relocation.inside(torch.Size(batch_shape))
+        return Relocated(self._base.expand(inside), self._relocation)
 
-    def rsample(
-        self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()
-    ) -> Tensor:
+    def relaxed(self, temperature: float) -> Relocated | None:
+        """Returns this with relaxed draws if its value is binary or one-hot, else None; see `gumbel_softmax`."""
+        base = gumbel_softmax(self._base, temperature)
+        return None if base is None else Relocated(base, self._relocation)
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         return self._out(self._base.rsample(sample_shape), len(sample_shape))
 
-    def sample(
-        self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()
-    ) -> Tensor:
+    def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
         return self._out(self._base.sample(sample_shape), len(sample_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        log_prob = self._base.log_prob(self._inside(value))
-        return log_prob.reshape(self._relocation.outside(log_prob.shape))
+        return self._outside(self._base.log_prob(self._inside(value)))
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
         parts = self._base.score_parts(self._inside(x))
-        return ScoreParts(
-            *[
-                part.reshape(self._relocation.outside(part.shape))
-                if isinstance(part, Tensor)
-                else part
-                for part in parts
-            ]
-        )
+        return ScoreParts(*map(self._outside, parts))
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         values = self._base.enumerate_support(expand)
@@ -234,17 +219,16 @@ class Relocated(TorchDistribution):
     def _inside(self, value: Tensor) -> Tensor:
         """Returns a value as the base knows it; for the latest draw, that draw itself."""
         kept = self._latest.recall(value)
-        return (
-            self._relocation.value_inside(value, len(self.event_shape)) if kept is None else kept[0]
-        )
+        if kept is not None:
+            return kept[0]
+        return self._relocation.value_inside(value, len(self.event_shape))
+
+    def _outside(self, part: Any) -> Any:
+        """Returns a log density of the base with its batch dims outside; a number as it is."""
+        if not isinstance(part, Tensor):
+            return part
+        return part.reshape(self._relocation.outside(part.shape))
 
 
-@gumbel_softmax.register(SiteDistribution)
-def _relaxed(fn: SiteDistribution, temperature: float) -> SiteDistribution | None:
-    return fn.relaxed(temperature)
-
-
-@gumbel_softmax.register(Relocated)
-def _relaxed_inside(fn: Relocated, temperature: float) -> Relocated | None:
-    base = gumbel_softmax(fn._base, temperature)
-    return None if base is None else Relocated(base, fn._relocation)
+gumbel_softmax.register(SiteDistribution, SiteDistribution.relaxed)
+gumbel_softmax.register(Relocated, Relocated.relaxed)

@@ -62,7 +62,7 @@ class Family(ABC):
     coupling: str = "sequence"
     # whether `elements` takes (precision, precision-weighted mean) behind the parameters
     takes_evidence: bool = False
-    # transforms and bins of what couples several elements; see `networks.stack`
+    # transforms and bins of the splines that couple several elements; see `parameters.spline_stack`
     stack: tuple[int, int] | None = None
     varies: bool = False
     alike: Sequence[str] | None = None

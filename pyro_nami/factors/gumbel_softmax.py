@@ -100,17 +100,14 @@ gumbel_softmax.register(td.OneHotCategorical, _OneHotCategorical.of)
 
 def logistic_noise(shape: torch.Size, like: Tensor) -> Tensor:
     """Returns standard logistic noise of a shape, finite, of the dtype and device of ``like``."""
-    uniform = _open_uniform(shape, like)
+    uniform = _open(torch.rand(shape, dtype=like.dtype, device=like.device))
     return uniform.log() - (-uniform).log1p()
 
 
 def gumbel_noise(shape: torch.Size, like: Tensor) -> Tensor:
     """Returns standard Gumbel noise of a shape, finite, of the dtype and device of ``like``."""
-    return -(-_open_uniform(shape, like).log()).log()
-
-
-def _open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
-    return _open(torch.rand(shape, dtype=like.dtype, device=like.device))
+    uniform = _open(torch.rand(shape, dtype=like.dtype, device=like.device))
+    return -(-uniform.log()).log()
 
 
 def _open(unit: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class JointNormal(PathScored):
         return self._made(self.loc, elements)
 
     def vectors(self, elements: Tensor) -> Tensor:
-        """Returns what the event's elements of each instance have, ``(*batch, n, k)``, as vectors ``(*lead, E, k)``."""
+        """Returns numbers of the event's elements, instance by instance, ``(*batch, n, k)``, as ``(*lead, E, k)``."""
         plates = len(self._held) - self.event_dim
         lead = elements.shape[: elements.dim() - 2 - plates] + self._held[:plates]
         return (
@@ -112,7 +112,7 @@ class JointNormal(PathScored):
         return self.log_prob(drawn)
 
     def at(self, noise: Tensor) -> Tensor:
-        """Returns the vector that e stands for, ``(*lead, E)``."""
+        """Returns the vector x of e, ``(*lead, E)``."""
         return self.loc + torch.linalg.solve_triangular(
             self.lower, noise.unsqueeze(-1), upper=False
         ).squeeze(-1)
@@ -142,7 +142,7 @@ class JointNormal(PathScored):
         return value.expand(full).reshape(full[: len(full) - len(self._held)] + self.loc.shape[-1:])
 
     def _noise(self, x: Tensor) -> Tensor:
-        """Returns e, ``(*lead, E)``, of a vector."""
+        """Returns e of a vector x, ``(*lead, E)``."""
         return (self.lower @ (x - self.loc).unsqueeze(-1)).squeeze(-1)
 
     def _made(self, loc: Tensor, elements: Distribution | None) -> JointNormal:

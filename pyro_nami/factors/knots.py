@@ -15,8 +15,10 @@ from pyro_nami.factors.truncated_normal import TruncatedNormal
 
 __all__ = ["KnotTransform", "NeuralSpline", "bent_normal"]
 
-_BOUND = 5.0
-_SPAN = math.log(1e3)  # of log widths, log heights, and of log slopes on either side of zero
+# standard deviations: a `NeuralSpline` bends between minus and plus this; ten times as far, bins would miss the mass
+SPLINE_BOUND = 5.0
+# widest ratio of two widths, two heights, or of a slope and 1
+LOG_SPAN = math.log(1e3)
 
 
 class KnotTransform(Transform):
@@ -117,13 +119,13 @@ class NeuralSpline(KnotTransform):
         sides, slopes = params.split([2 * bins, bins - 1], -1)
         sides, self._slopes = sides.unflatten(-1, (2, bins)), F.pad(slopes, (1, 1))
         # A softmax, but for the division: bounded numbers need no shift, and torch's own is slow for rows this short.
-        self._sizes = (sides / (1 + sides.abs() * (2 / _SPAN))).exp()
+        self._sizes = (sides / (1 + sides.abs() * (2 / LOG_SPAN))).exp()
         self._ends = self._sizes.cumsum(-1)
 
     def _bin(self, at: Tensor, axis: int) -> tuple[Tensor, ...]:
-        unit = 2 * _BOUND / self._ends[..., -1]
+        unit = 2 * SPLINE_BOUND / self._ends[..., -1]
         with torch.no_grad():
-            place = ((at + _BOUND) / unit[..., axis]).unsqueeze(-1).contiguous()
+            place = ((at + SPLINE_BOUND) / unit[..., axis]).unsqueeze(-1).contiguous()
             inner = self._ends[..., axis, :-1]
             first = torch.searchsorted(
                 inner.expand(*place.shape[:-1], -1).contiguous(), place, right=True
@@ -131,9 +133,9 @@ class NeuralSpline(KnotTransform):
         both = first.unsqueeze(-1).expand(*first.shape[:-1], 2, 1)
         sizes, ends = (_taken(each, both).squeeze(-1) for each in (self._sizes, self._ends))
         slopes = _taken(self._slopes, torch.cat((first, first + 1), -1))
-        slopes = (slopes / (1 + slopes.abs() / _SPAN)).exp()
+        slopes = (slopes / (1 + slopes.abs() / LOG_SPAN)).exp()
         (left, low), (width, height) = (
-            ((ends - sizes) * unit - _BOUND).unbind(-1),
+            ((ends - sizes) * unit - SPLINE_BOUND).unbind(-1),
             (sizes * unit).unbind(-1),
         )
         return left, width, low, height, *slopes.unbind(-1)

@@ -14,7 +14,13 @@ from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import ComposeTransform, IndependentTransform, Transform
 from torch.nn.functional import one_hot
 
-from pyro_nami.factors.bijections import bijection_to, interior, normal_bijection_to, support_on
+from pyro_nami.factors.bijections import (
+    bijection_to,
+    interior,
+    normal_bijection_to,
+    peel_support,
+    support_on,
+)
 
 __all__ = ["Layout", "LogLayout", "NormalLayout", "ObservedLayout", "UnconstrainedLayout"]
 
@@ -64,9 +70,8 @@ class Layout:
     @property
     def is_indicator(self) -> bool:
         """Whether values are binary or one-hot."""
-        support = getattr(self.support, "base_constraint", self.support)
         # by type, as a copied guide has a copy of its supports
-        return isinstance(support, _INDICATORS)
+        return isinstance(peel_support(self.support)[0], _INDICATORS)
 
     def at(self, support: Constraint, batch_shape: torch.Size) -> Layout:
         """Returns this layout on a support of the same kind whose bounds vary over ``batch_shape``."""
@@ -76,8 +81,6 @@ class Layout:
 
     def value(self, elements: Tensor) -> Tensor:
         """Returns the value ``(*batch, *event)`` of elements ``(*batch, E, *element)``."""
-        if elements.shape[-len(self.element_shape) - 1 :] == self.event_shape:
-            return elements
         batch = elements.shape[: elements.dim() - 1 - len(self.element_shape)]
         return elements.reshape(batch + self.event_shape)
 
@@ -102,7 +105,7 @@ class Layout:
         Classes are read as their one-hot code, counts x as sign(x) log(1 + abs(x)), other discrete values as they are,
         continuous ones by their unconstrained coordinates.
         """
-        support = getattr(self.support, "base_constraint", self.support)
+        support, _ = peel_support(self.support)
         if self.num_classes is not None:
             return one_hot(elements.long(), self.num_classes).to(self.dtype)
         if not support.is_discrete:
@@ -147,7 +150,9 @@ class UnconstrainedLayout(Layout):
         super().__init__(support, event_shape, **options)
         self.free_shape = self.event_shape
         if self.bijection is not None:
-            self.free_shape = torch.Size(self.bijection.inverse_shape(self.event_shape))
+            # with the batch shape, which a transform may have itself
+            free = self.bijection.inverse_shape(self.batch_shape + self.event_shape)
+            self.free_shape = torch.Size(free[len(self.batch_shape) :])
         self.num_elements = math.prod(self.free_shape)
 
     def value(self, elements: Tensor) -> Tensor:

@@ -141,13 +141,8 @@ def _log1mexp(a: Tensor) -> Tensor:
 
 def _check(weights: Tensor, leak: Tensor, z: Tensor) -> None:
     sparse = is_sparse(weights)
-    if (
-        weights.layout != torch.strided
-        and not sparse
-        or weights.dim() < 2
-        or sparse
-        and weights.dim() > 2
-    ):
+    is_dense = weights.layout == torch.strided and weights.dim() >= 2
+    if not is_dense and not (sparse and weights.dim() == 2):
         raise ValueError(
             "Expected weights to be a dense tensor (*batch, D, K), or a sparse COO or CSR tensor (D, K); "
             f"got {weights.layout} of shape {tuple(weights.shape)}"

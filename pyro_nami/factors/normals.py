@@ -29,14 +29,15 @@ __all__ = [
 ]
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
-# raw parameters of tails move them less than that of the scale moves it, which training needs first
-_TAIL_RANGE = 8.0
+# raw units in which tails are parameterized: steps of training move them less than the scale, which is needed first;
+# at ten times as much they hardly move at all
+TAIL_UNIT = 8.0
 
 
 class LinearMap(NamedTuple):
     """(I + L) e with L strictly lower triangular, ``(E, E)``.
 
-    Element i given those before it is Normal with the scale that it has uncoupled, so densities cost no more.
+    Given the elements before it, element i is Normal with the scale that it has without a coupling.
     """
 
     matrix: Tensor
@@ -53,8 +54,8 @@ class LinearMap(NamedTuple):
 class Coupling(NamedTuple):
     """Noise whose elements depend on each other, over the instances of plates as well.
 
-    Its methods map elements ``(*batch, E)``, and return log slopes whose sum over all that is coupled is right, or None
-    for zero.
+    Its methods map elements ``(*batch, E)``. They also return log slopes, None for zero. The sum of these over all
+    coupled elements is the log determinant of the Jacobian.
 
     Attributes:
         along: maps all that is coupled, ``(*batch, N E)``, those of the last plate slowest: a `LinearMap`, or a
@@ -121,9 +122,8 @@ class NormalElements(Elements):
 
     def log_prob(self, value: Tensor) -> Tensor:
         noise, log_slope = self._latest.recall(value) or self._noise(value)
-        if log_slope is None:
-            return -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
-        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
+        log_prob = -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
+        return log_prob if log_slope is None else log_prob - log_slope
 
     def noise(self, x: Tensor) -> Tensor:
         """Returns the standard Normal variables that elements are made of."""
@@ -193,7 +193,7 @@ class SinhArcsinhElements(NormalElements):
     """
 
     def __init__(self, params: Tensor, *rest: Any, **options: Any) -> None:
-        left, right = (params[..., 2:] / _TAIL_RANGE).tanh().exp2().unbind(-1)
+        left, right = (params[..., 2:] / TAIL_UNIT).tanh().exp2().unbind(-1)
         self._mean, self._half = (left + right) / 2, (right - left) / 2
         super().__init__(params[..., :2], *rest, **options)
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
+from torch.nn.functional import pad
 
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.links import RANGE
+from pyro_nami.factors.links import RANGE, within
 from pyro_nami.factors.types import TYPES, Row, num_classes
 from pyro_nami.factors.wrappers import innermost, through_wrappers
 
@@ -35,7 +36,7 @@ class OwnTypeFamily(Family):
         # the key, not the row: functions in it do not pickle
         self._kind = next(kind for kind in type(leaf).__mro__ if kind in TYPES)
         raw = self._raw_of(leaf)
-        self.num_params = raw.shape[-1]
+        self.num_params = raw.shape[-1] - (self._row.given is not None)
         self.has_rsample = leaf.has_rsample
         self.layout_type = functools.partial(
             self._row.layout_type,
@@ -46,35 +47,33 @@ class OwnTypeFamily(Family):
         super().__init__(name, prior, value)
         self.varies = self.varies or self._row.given is not None
         with torch.no_grad():
-            raw = self._raw(prior)
-            self._start = raw.reshape((-1,) + raw.shape[-2:]).mean(0)
-            given = self._given(prior)
-        self._default_given = given
-        if given is not None:
-            rows = given.reshape((-1,) + given.shape[-2:])
-            if len(rows) and (rows == rows[0]).all():
-                self._default_given = rows[0]  # so that plates may change size
+            anchor = self.anchor(prior)
+        raw, given = self._split(anchor.reshape((-1,) + anchor.shape[-2:]))
+        self._start = raw.mean(0)
+        # if equal for all instances, plates may change size
+        equal = len(given) and (given == given[0]).all()
+        self._given = given[0] if equal else self._split(anchor)[1]
 
     def at(self, prior: Distribution) -> Family:
         moved: Any = super().at(prior)
         if moved is not self:
-            moved._default_given = self._given(prior)
+            moved._given = self._split(self.anchor(prior))[1]
         return moved
 
     def anchor(self, prior: Distribution) -> Tensor:
-        raw, given = self._raw(prior), self._given(prior)
-        return raw if given is None else torch.cat([raw, given], -1)
+        anchor = through_wrappers(prior, self._raw_of)
+        return anchor.reshape(torch.Size(prior.batch_shape) + (self.num_elements, anchor.shape[-1]))
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         start = self._start.to(device=value.device)
         return start if anchor is None else torch.zeros_like(start)
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Distribution:
-        anchor = self._or_default(anchor)
         row, given = self._row, None
+        anchor = self._or_default(anchor)
         if anchor is not None:
-            own, given = anchor.to(params).tensor_split([self.num_params], -1)
-            params = params + own
+            prior, given = self._split(anchor.to(params))
+            params = params + prior
         raw = [params] if row.vector else params.unbind(-1)
         parameters = {name: link.of_raw(part) for (name, link), part in zip(row.links.items(), raw)}
         if row.given is not None:
@@ -83,34 +82,29 @@ class OwnTypeFamily(Family):
         make: Any = row.make or self._kind
         return make(**parameters, validate_args=False)
 
-    def _raw(self, prior: Distribution) -> Tensor:
-        """Returns the prior's raw parameters ``(*batch, E, k)``."""
-        # a prior that excludes a value keeps finite gradients
-        raw = through_wrappers(prior, self._raw_of).clamp(-RANGE, RANGE)
-        return raw.reshape(torch.Size(prior.batch_shape) + (self.num_elements, self.num_params))
+    def _or_default(self, anchor: Tensor | None) -> Tensor | None:
+        if anchor is not None or self._row.given is None:
+            return anchor
+        return pad(self._given, (self.num_params, 0))
 
     def _raw_of(self, leaf: Any) -> Tensor:
-        """Returns the raw parameters ``(*batch, k)`` of a distribution of this type."""
-        raw = [link.raw_of(getattr(leaf, name)) for name, link in self._row.links.items()]
-        return raw[0] if self._row.vector else torch.stack(torch.broadcast_tensors(*raw), -1)
+        """Returns raw parameters of a distribution of this type, then what factors take over, ``(*batch, k + 1)``."""
+        row = self._row
+        # in a range where a prior that excludes a value has finite gradients
+        parts = [
+            within(link.raw_of(getattr(leaf, name)), -RANGE, RANGE)
+            for name, link in row.links.items()
+        ]
+        raw = parts[0] if row.vector else torch.stack(torch.broadcast_tensors(*parts), -1)
+        if row.given is None:
+            return raw
+        given = torch.as_tensor(getattr(leaf, row.given)).to(raw).expand(leaf.batch_shape)
+        return torch.cat([raw, given.unsqueeze(-1)], -1)
 
-    def _given(self, prior: Distribution) -> Tensor | None:
-        """Returns what the factor takes over from the prior as it is, ``(*batch, E, 1)``."""
-        name = self._row.given
-        if name is None:
-            return None
-        given = through_wrappers(
-            prior, lambda leaf: torch.as_tensor(getattr(leaf, name)).expand(leaf.batch_shape)
-        )
-        return given.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 1)).to(
-            self._start.dtype
-        )
-
-    def _or_default(self, anchor: Tensor | None) -> Tensor | None:
-        given = self._default_given
-        if anchor is not None or given is None:
-            return anchor
-        return torch.cat([given.new_zeros(given.shape[:-1] + (self.num_params,)), given], -1)
+    def _split(self, anchor: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the raw parameters of an anchor, and what factors take over, ``(..., 1)`` or ``(..., 0)``."""
+        raw, given = anchor.tensor_split([self.num_params], -1)
+        return raw, given
 
     @property
     def _row(self) -> Row:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 __all__ = ["PathScored", "PathShare"]
 
-_MEMORY = 0.95  # of averages, from step to step
+# share of past steps' averages that a step keeps, for averages over about 20 steps; at 0.995 they lag behind training
+MEMORY = 0.95
 
 
 class PathShare:
-    """What share of the score to leave out, for the least noise in the gradient by a draw.
+    """The share of the score to leave out, at which the gradient by a draw has the least noise.
 
     With a the gradient of all terms by the draw but that of its own density, b, which is zero on average, the noise of
     a + share b is least at share = -E[a b] / E[b b].
@@ -48,17 +49,18 @@ class PathShare:
         product, square = (other * own).sum(), own.square().sum()
         finite = (product + square).isfinite()
         self._product, self._square = (
-            torch.where(finite, _MEMORY * before.to(now) + now, before.to(now))
+            torch.where(finite, MEMORY * before.to(now) + now, before.to(now))
             for before, now in ((self._product, product), (self._square, square))
         )
 
 
 class PathScored(TorchDistribution):
-    """A distribution that knows itself with its learned parameters as numbers.
+    """A distribution with learned parameters, whose draws ``Trace_ELBO`` may score along their path alone.
 
     Attributes:
-        fixed: makes that one, and tells what share to leave out. Where it is given, ``Trace_ELBO`` takes its density of
-            a reparameterized draw.
+        fixed: a function that makes the same distribution with detached parameters, and the share of the score to leave
+            out. Where it is given, that share of a reparameterized draw's log density is taken from the detached
+            distribution.
 
     References:
         Roeder, Wu and Duvenaud 2017, Sticking the Landing; Geffner and Domke 2018, Using large ensembles of control
@@ -68,15 +70,15 @@ class PathScored(TorchDistribution):
     fixed: tuple[Callable[[], Any], PathShare] | None = None
 
     def drawn(self, x: Tensor) -> Tensor | None:
-        """Returns what was drawn, if a value is the latest reparameterized draw."""
+        """Returns the elements that a value was made of, if it is the latest reparameterized draw; else None."""
         raise NotImplementedError
 
     def log_prob_drawn(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """Returns the log density in nats ``(*batch,)`` of a value, by what was drawn for it."""
+        """Returns the log density in nats ``(*batch,)`` of a value, by the elements that it was made of."""
         raise NotImplementedError
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
-        """Returns what ``Trace_ELBO`` differentiates at a value ``x``, in nats ``(*batch,)``."""
+        """Returns the terms that ``Trace_ELBO`` differentiates at a value ``x``, in nats ``(*batch,)``."""
         drawn = self.drawn(x) if self.fixed is not None and self.has_rsample else None
         if self.fixed is None or drawn is None or not drawn.requires_grad or torch.jit.is_tracing():
             return super().score_parts(x, *args, **kwargs)

@@ -17,8 +17,8 @@ from pyro_nami.factors.links import within
 
 __all__ = ["NEGLIGIBLE", "TruncatedNormal"]
 
-# deviations from the mean: a Normal variable is that far off with probability 6e-16, which doubles cannot tell from 0
-NEGLIGIBLE = 8.0
+# deviations from the mean, 8.5: a Normal density is less there than doubles can tell beside that of the mode
+NEGLIGIBLE = math.sqrt(-2 * math.log(torch.finfo(torch.float64).eps))
 NEWTON_STEPS = 6  # of a draw, to double precision; after three some are 1e-3 deviations off
 _NO_BOUND = torch.finfo(torch.float32).max  # in place of infinity, which has no gradient
 
@@ -150,9 +150,9 @@ def _mills(z: Tensor) -> Tensor:
 
 
 def _stepped(t: Tensor, place: Tensor, log_mass: Tensor) -> Tensor:
-    """Returns the deviations below ``place`` by a step towards where the mass is that, relative to the density there.
+    """Returns t after one Newton step towards the solution of log(mass below ``place - t``) = ``log_mass``.
 
-    Its gradient by ``place`` and ``log_mass`` is that of the solution.
+    The mass is relative to the density at ``place``. The gradient by ``place`` and ``log_mass`` is the solution's.
     """
     t = t.detach()
     mills = _mills(place - t)

@@ -64,8 +64,8 @@ class NormalFamily(Family):
 
     def anchor(self, prior: Distribution) -> Tensor | None:
         moments = location_and_scale(prior)
-        if moments is None or moments.dim() == len(prior.batch_shape) + 2:
-            return moments
+        if moments is None:
+            return None
         return moments.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 2))
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
@@ -118,13 +118,10 @@ class MixtureFamily(NormalFamily):
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         location, raw = super().initial(value, scale, anchor)[..., :2].split(1, -1)
         relative = relative_scale(raw)
-        offset = torch.linspace(
-            -1, 1, self.components, dtype=location.dtype, device=location.device
-        )
-        if self.components == 1:
-            offset, within = torch.zeros_like(offset), relative
-        else:
+        offset, within = torch.zeros_like(location), relative
+        if self.components > 1:
             # Half of the variance lies between the components, half within.
+            offset = torch.linspace(-1, 1, self.components).to(location)
             offset, within = offset / offset.square().mean().mul(2).sqrt(), relative * 0.5**0.5
         locations = location + relative * offset
         return torch.cat(
@@ -171,7 +168,7 @@ class SinhArcsinhFamily(NormalFamily):
 
 
 class CorrectionFamily(SinhArcsinhFamily):
-    """What is near a standard Normal variable, and it at first. Parameters: as of `SinhArcsinhFamily`."""
+    """A correction of a standard Normal variable, none at first. Parameters: as of `SinhArcsinhFamily`."""
 
     locations = ()
     takes_evidence = False
@@ -182,12 +179,8 @@ class CorrectionFamily(SinhArcsinhFamily):
         return None
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        elements = self.layout.elements(value)
-        return (
-            super()
-            .initial(torch.zeros_like(value), 1.0)
-            .expand(elements.shape + (self.num_params,))
-        )
+        unit = raw_scale(torch.ones_like(self.layout.elements(value)))
+        return F.pad(unit.unsqueeze(-1), (1, self.num_params - 2))
 
 
 class RelaxedFamily(Family):

@@ -22,7 +22,9 @@ LOOKS = 8
 
 
 class Arguments:
-    """The arguments of one call, as they were then; where they are ``kept``, tensors that are equal are the same.
+    """The arguments of one call at the time of the call.
+
+    With ``kept``, a copy of each tensor is held, and tensors of equal values count as the same.
 
     Example:
         >>> x = torch.zeros(2)
@@ -38,7 +40,7 @@ class Arguments:
         ]
 
     def are(self, leaves: Sequence[Any]) -> bool:
-        """Whether the arguments of a later call are the same ones, unchanged; never in a trace, which is for others."""
+        """Whether a later call has the same arguments, unchanged; False in a trace, which serves other arguments."""
         return (
             not torch.jit.is_tracing()
             and len(leaves) == len(self._leaves)
@@ -50,7 +52,7 @@ class Arguments:
 
 
 class Look(NamedTuple):
-    """What a run of the model has shown of a call."""
+    """What one run of the model has shown about calls of one kind."""
 
     # observed site -> the argument, by position or name, that is its very value
     slots: dict[str, int | str]
@@ -60,7 +62,7 @@ class Look(NamedTuple):
 
 
 class Looks:
-    """What runs of the model have shown, by the kind of a call's arguments: all of them but what tensors hold.
+    """Table of `Look` by the kind of a call's arguments: types, shapes, numbers and strings, not values in tensors.
 
     Example:
         >>> looks = Looks()
@@ -74,13 +76,13 @@ class Looks:
         self._latest: Kind | None = None
 
     def kind(self, leaves: Sequence[Any]) -> Kind:
-        """Returns a call's kind, and its numbers apart; those of the last call in a trace, which knows no shapes."""
+        """Returns the kind of a call's arguments, and its numbers apart; in a trace, those of the latest call."""
         if self._latest is None or not torch.jit.is_tracing():
             self._latest = _kind_of(leaves)
         return self._latest
 
     def known(self, kind: Kind) -> Look | None:
-        """Returns what was seen at arguments of this kind, None if the model is to be run.
+        """Returns the look at arguments of this kind; None if the model has to be run.
 
         Its sites may be others, and what it observes too. Where many numbers did not matter, others will not either.
         """
@@ -91,7 +93,7 @@ class Looks:
         return None if first.varying or any(other != first for other in others) else first
 
     def note(self, kind: Kind, look: Look) -> None:
-        """Takes note of what a run has shown."""
+        """Stores a look."""
         table = self._table.setdefault(kind[0], {})
         table[kind[1]] = look
         if len(table) > LOOKS:
@@ -118,7 +120,7 @@ def is_array(value: Any) -> bool:
 
 
 def _stamp(leaf: Any) -> Any:
-    """Returns what is equal as long as a leaf is not written to; never for a tensor that does not keep count."""
+    """Returns a stamp that changes when an argument is written to; always a new one for tensors without a version."""
     if isinstance(leaf, Tensor):
         return object() if leaf.is_inference() else leaf._version
     if not is_array(leaf):

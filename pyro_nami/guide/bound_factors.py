@@ -1,4 +1,4 @@
-"""The factors that give bounds on likelihoods their parameters: what they read, and where they start.
+"""Networks that give the parameters of likelihood bounds: what they read, and their initial values.
 
 A bound has one parameter xi for each element of the child: softplus of a network's output.
 """
@@ -34,7 +34,7 @@ def bound_factors(
     reads: Mapping[str, Mapping[Any, Read]],
     plates: Plates,
 ) -> dict[str, Factor]:
-    """Returns child -> the place in the networks of its bound's parameters, one an element.
+    """Returns observed child -> the factor whose network gives its bound's parameters, one for each element.
 
     They read what all latents read whose conditionals are by that bound.
     """
@@ -70,7 +70,7 @@ def is_corrected(first: FirstCall, group: ConjugateGroup) -> bool:
 def in_turn(
     first: FirstCall, group: ConjugateGroup, factors: Mapping[str, Factor]
 ) -> ConjugateGroup:
-    """Returns a group with binary members drawn in turn, if all that takes holds: else as it is.
+    """Returns the group with its binary members drawn in turn, if the conditions below hold; else the group as it is.
 
     Conditionals have to be corrected, instances to be told apart where children tell them apart, elements and data to
     be few enough, and the model to run at all unit vectors at once, with predictors linear in them.
@@ -101,13 +101,13 @@ def in_turn(
             units = bounded.solve(first.run({**draw, **bounded.points}, bounded.until))
             assert isinstance(units, InTurn)
             units.solve(first.run({**draw, **units.points}, units.until))
-        return group._replace(vectorized=units.error() < TOLERANCE)
+        return group._replace(in_turn=units.error() < TOLERANCE)
     except Exception:  # noqa: BLE001  whatever a model does at several points
         return group
 
 
 def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:
-    """Returns raw parameters ``(elements, 1)`` of a child's bound at which it is tightest over the prior, two of them.
+    """Returns two candidates for a bound's raw parameters ``(elements, 1)``, each tightest over draws of the prior.
 
     For the first all draws of the prior count; for the second those at which the parameters make a difference to what
     is seen: where a noisy-OR is present. Where others are most, the former are too large; where few are, the latter are

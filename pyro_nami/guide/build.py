@@ -34,8 +34,8 @@ from pyro_nami.parameters.group_network import TooLargeError
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.isolation import random_layers, untouched
+from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import own_dims
 
 __all__ = ["assemble"]
 
@@ -103,7 +103,7 @@ def _tried(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork
 
 
 def _planned(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork]:
-    """Returns a plan and its networks, in guides for given data without what would make these too large."""
+    """Returns a plan and its networks; latents whose networks would be too large are independent, with a warning."""
     plan = make_plan(first, order)
     try:
         return plan, _network(first, plan)
@@ -169,7 +169,7 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
 
 
 def _positions(plan: Plan) -> list[Hashable]:
-    """Returns latents in sampling order, and before those of a group what networks give for their children's bounds."""
+    """Returns the outputs of networks in the order of their use: latents, and before a group its children's bounds."""
     found: list[Hashable] = []
     for name in plan.order:
         children = plan.groups[name].children if name in plan.groups else ()
@@ -221,7 +221,7 @@ def _anchor_scale(first: FirstCall, rule: Learned) -> Tensor:
 def _offset_plates(
     first: FirstCall, network: InverseNetwork
 ) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns factor -> its plates, with dims and full sizes, of those that get offsets: whose instances stay."""
+    """Returns factor -> plate -> (dim, full size), for factors whose instances get parameters of their own."""
     found = {}
     for name, place in network.places.items():
         factor = place.factor
@@ -241,7 +241,7 @@ def _offset_plates(
 
 
 def _averaged(first: FirstCall, raw: Tensor, factor: Factor) -> Tensor:
-    """Returns ``(elements, params)`` of a factor from those of a site, ``(*batch, elements, params)``."""
+    """Returns a factor's parameters ``(elements, params)``: those of its site, averaged over batch plates."""
     count = raw.shape[-1]
     raw = raw.expand(first.nodes[factor.name]["fn"].batch_shape + raw.shape[-2:]).flatten(-2)
     raw = raw[(None,) * (1 + first.plates.nesting - raw.dim())]
@@ -250,7 +250,7 @@ def _averaged(first: FirstCall, raw: Tensor, factor: Factor) -> Tensor:
 
 
 def _mean_count(first: FirstCall, source: Any) -> float:
-    """Returns how many instances of a pooled source each set of it holds on average."""
+    """Returns the mean size of the sets of a pooled source."""
     sizes = first.plates.sizes
     return sizes[source.plate] / math.prod(sizes[plate] for plate in source.onto)
 

@@ -18,7 +18,7 @@ __all__ = ["Call", "Derived"]
 
 
 class Derived(NamedTuple):
-    """What earlier calls derived from data, for later ones to use.
+    """Results that earlier calls derived from data.
 
     Attributes:
         constants: of exact conditionals at the data of training; None where the call has other data.
@@ -35,7 +35,9 @@ class Derived(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call's data. Where another call is answered with the posterior of these, ``target`` is that one."""
+    """The arguments and data whose posterior a guide draws from.
+
+    If the guide was called with other arguments than those of training, ``target`` is the call with these."""
 
     program: Program
     indices: Mapping[str, Tensor] = field(default_factory=dict)  # subsampled plate -> its instances
@@ -58,7 +60,7 @@ class Call:
 
     @functools.cached_property
     def frames(self) -> dict[str, Any]:
-        """Plate -> its frame, of the plates that `sites` are in."""
+        """Plate -> its frame, for every plate around a site."""
         frames = (frame for site in self.sites.values() for frame in site["cond_indep_stack"])
         return {frame.name: frame for frame in frames if frame.vectorized}
 

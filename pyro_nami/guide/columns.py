@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall, first_instance
+from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates
 from pyro_nami.messages import warn
+from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
 
 __all__ = ["covariate_values", "find_covariates"]
@@ -51,7 +52,7 @@ def find_covariates(first: FirstCall) -> Covariates:
 def _search(
     first: FirstCall, sites: Collection[str]
 ) -> tuple[dict[str, ColumnSearch], list[dict[str, Tensor]]]:
-    """Returns site -> its search, at an end, and the draws at which it was made."""
+    """Returns site -> its finished search for covariates, and the draws of latents that the searches used."""
     searches = {name: ColumnSearch(_MOST_COVARIATES) for name in sites}
     explained: dict[str, ColumnSearch] = {}
     references: list[dict[str, Tensor]] = []
@@ -79,7 +80,7 @@ def _search(
 
 
 def _explained(first: FirstCall, name: str, search: ColumnSearch) -> bool:
-    """Whether arguments of the model hold the covariates of a site; then it needs no more draws."""
+    """Whether arguments of the model hold all covariates of a site, so that its search can end."""
     if len(first.frames[name]) != 1 or first.frames[name] & first.plates.partial:
         return False
     (plate,) = first.frames[name]
@@ -121,7 +122,7 @@ def covariate_values(
     run: Callable[[Mapping[str, Tensor]], Mapping[str, Any]],
     lacking: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Returns the covariates of every site that has some, ``(*batch, columns)``, but for those ``lacking`` in a run.
+    """Returns site -> covariates ``(*batch, columns)``, for every site that has some and that is not ``lacking``.
 
     ``option`` is the guide's option ``covariates``, ``run`` runs the model on the arguments at a reference draw.
     """

@@ -40,7 +40,7 @@ MOST_CONSTANTS = 16
 
 
 def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
-    """Returns the exact conditionals of a group at what is drawn before it, by runs of the model of their own."""
+    """Returns the conditionals of a group given the latents drawn so far; the model is run for them."""
     if group.has_mode and torch.jit.is_tracing():
         return _as_constants(plan, call, current, group)
     if group.form == "marginal":
@@ -57,7 +57,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         expansion = _expansion_in(group, current, plan, call)
         solved = _solved(expansion, group, current, call, known)
     expansion, sites = solved
-    near = expansion if type(expansion) is JointGaussian else current.derived.near.get(group)
+    near: Any = expansion if expansion.has_constants else current.derived.near.get(group)
     _check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {
@@ -103,7 +103,7 @@ def _solved(
 def _from_one(
     group: ConjugateGroup, current: Pass, plan: Plan, call: Call, known: Mapping[str, Tensor]
 ) -> FromConstants | None:
-    """Returns the expansion of a Gaussian block for many draws, by what one of them shows to be the same for all.
+    """Returns the expansion of a Gaussian block for many draws, from constants that are derived at one of the draws.
 
     None for few draws, where there is no such thing, and where it is known from steps before. A call on the data of
     training keeps it.
@@ -143,7 +143,7 @@ def _from_one(
 def _constants_of_one(
     group: ConjugateGroup, current: Pass, plan: Plan, call: Call, known: Mapping[str, Tensor]
 ) -> Constants | None:
-    """Returns what of a Gaussian block is constant, by the first of many draws of what is before it."""
+    """Returns the constants of a Gaussian block, derived at the first of many draws of the latents before it."""
     nesting = plan.plates.nesting
     # Of their sites' own shapes, as a model that is written for one draw takes no others.
     first = {name: plan.first_of(name, value).detach().clone() for name, value in known.items()}
@@ -154,7 +154,7 @@ def _constants_of_one(
     def run(values: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
         return call.run({**call.held, **first, **values}, until=until)
 
-    one = group._replace(vectorized=False), torch.Size((1,) * nesting), nesting
+    one = group, torch.Size((1,) * nesting), nesting
     following: Any = JointGaussian(*one, False, sizes=dict(sizes), at=at)
     with suppress(Changed), untouched(call.program.model):
         while following is not None:
@@ -169,7 +169,7 @@ def _constants_of_one(
 
 
 def _check_decided(solved: Any) -> None:
-    """Raises ValueError where a prior is improper, and data leave the latent open, in a block that is solved."""
+    """Raises ValueError for a latent of a solved block that has an improper prior and no data that determine it."""
     flat = isinstance(solved, JointGaussian) and solved.group.flat
     for name in solved.undecided() if flat and not torch.jit.is_tracing() else ():
         if not solved.flat[name].is_bounded:
@@ -177,7 +177,7 @@ def _check_decided(solved: Any) -> None:
 
 
 def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
-    """Returns the conditionals of a group as constants of a trace, which raises at other data.
+    """Returns the conditionals of a group as constants of a trace; the traced function raises for other data.
 
     A trace does not say how many steps lead to a mode, and its second derivatives cannot be traced.
     """
@@ -195,7 +195,7 @@ def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) 
 
 
 def valid_at(plan: Plan, call: Call, names: str, remedy: str) -> Tensor:
-    """Returns 1 in a trace, which raises ValueError where tensors among the model's arguments are other than now."""
+    """Returns 1; the traced function raises ValueError for tensor arguments other than those of the trace."""
     message = (
         f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
         f"Where data change, make the guide with {remedy}."
@@ -220,7 +220,7 @@ def _scripted() -> Any:
 
 
 def _if_same(value: Tensor, then: Tensor, result: Tensor, message: str) -> Tensor:
-    """Returns a result where a value is what it was; raises elsewhere."""
+    """Returns the result if the value is the earlier one; raises ValueError otherwise."""
     if value.shape != then.shape or not bool(
         ((value == then) | ((value != value) & (then != then))).all()
     ):
@@ -271,9 +271,9 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
             "orders": {name: rules[name].order for name in group.members},
             "observed": observed,
         }
+    if group.has_mode:
+        options["is_probe"] = False
     expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
-    if isinstance(expansion, Newton):
-        expansion.is_probe = False
     for child in group.children if group.bound == "bounded" else ():
         if child in plan.bounds:
             expansion.xi[child] = softplus(
@@ -285,7 +285,10 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
 def _starts(
     group: ConjugateGroup, current: Pass, plan: Plan, call: Call
 ) -> Iterator[tuple[Starts, DataSets]]:
-    """Yields where modes are kept, and as whose: as those of data and, of one draw for each, of what is before too."""
+    """Yields the warm starts for a group's mode search, and the data sets by which they are stored.
+
+    First those stored for the data sets alone. Then, if there is one draw for each data set, those stored for the data
+    sets and the values drawn so far."""
     data = DataSets.of(call.values, plan.event_dims, plan.plates.nesting)
     if data is None:
         return
@@ -301,9 +304,9 @@ def _starts(
 
 
 def _keeps_constants(
-    expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]
+    expansion: Any, current: Pass, call: Call, values: Mapping[str, Tensor]
 ) -> bool:
-    """Keeps, in training, what steps with the same data need not derive again; whether there is something new."""
+    """Stores constants of a Gaussian block for later steps on the same data; returns whether there are new ones."""
     kept, key = call.derived.constants, (expansion.group, expansion.leading)
     if (
         kept is None
@@ -314,7 +317,7 @@ def _keeps_constants(
         return False
     if not expansion.differentiable or torch.jit.is_tracing():
         return False
-    if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step
+    if not expansion.has_constants or expansion.xi:  # bounds change from step to step
         return False
     known, sizes = {**call.held, **values}, expansion.sizes
     with untouched(call.program.model):
@@ -325,7 +328,7 @@ def _keeps_constants(
 
 
 def _has_observed(expansion: Expansion, sites: Mapping[str, Any], current: Pass) -> bool:
-    """Takes members that a run observes as known; whether there are some."""
+    """Makes members that a run observes known to the pass; returns whether there are some."""
     observed = [
         name for name in expansion.group.members if name in sites and sites[name]["is_observed"]
     ]

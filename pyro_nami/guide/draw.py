@@ -41,7 +41,8 @@ from pyro_nami.messages import warn
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.runner import Runner, outer_sizes
+from pyro_nami.program.plate_dims import outer_sizes
+from pyro_nami.program.runner import Runner
 
 __all__ = ["densities", "draw", "draw_fresh", "hand_out", "is_predicting", "know_all", "start_pass"]
 
@@ -92,7 +93,7 @@ def _only_looks(handler: Any) -> bool:
 
 
 def hand_out(plan: Plan, call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Samples every latent at its site, as a draw that was made before; returns what handlers outside make of it."""
+    """Samples every latent at its site, with values drawn in advance; returns the values that outside handlers give."""
     sites, found = call.sites or sites_of(call, plan), dict[str, Tensor]()
     hidden = call.lacking if call.target is None else call.lacking | call.target.hidden
     for name in [name for name in plan.rules if name in values and name not in hidden]:
@@ -104,7 +105,7 @@ def hand_out(plan: Plan, call: Call, values: Mapping[str, Tensor]) -> dict[str, 
 
 
 def draw_fresh(current: Pass, plan: Plan, target: TrainedAnswer) -> dict[str, Tensor]:
-    """Draws what a call has and training had not, given all others, from the model's own conditional; returns it."""
+    """Draws latents that training had no data for from the model's conditional given all others; returns the values."""
     rules = {name: Prior(name) for name in target.fresh}
     deriving = functools.partial(derive, plan, target.call)
     outside = Outside(current.outside.relocation, current.outside.sizes)
@@ -223,7 +224,7 @@ def _draw_detached(current: Pass, plan: Plan, call: Call) -> None:
 def _draw_at(
     current: Pass, name: str, site: Mapping[str, Any], prior: Distribution | None = None
 ) -> None:
-    """Draws a latent at its site of a run of the model that is over: in the site's plates, at its mask and scale."""
+    """Draws a latent after the run of the model that its site is from, with the site's plates, mask and scale."""
     shape = site["fn"].batch_shape
     if current.rules[name].group is not None:  # at points of an expansion the site has further dims
         shape = plate_shape(site)
@@ -238,7 +239,7 @@ def _draw_at(
 
 
 def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
-    """Returns where a latent's density counts; warns where that is for the first time, as its rule may be another."""
+    """Returns the mask of a latent's density; warns if all of the latent was masked at the first call."""
     mask = rule.mask(site)
     untold = rule.is_untold and mask is not None and not torch.jit.is_tracing() and bool(mask.any())
     if untold and current.state.network.tells(f"{rule.name}, masked"):
@@ -250,7 +251,7 @@ def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
 
 
 class _At(Messenger):
-    """Gives a message what handlers inside the model gave a site's."""
+    """Gives a message the plates, scale, mask and ``infer`` of a site of the model."""
 
     def __init__(self, site: Mapping[str, Any]) -> None:
         super().__init__()
@@ -263,12 +264,12 @@ class _At(Messenger):
 
 
 def _own_infer(site: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a site's ``infer`` says to the guide: not what enumeration makes of it in the model."""
+    """Returns a site's ``infer`` without the entries that enumeration adds in the model."""
     return {key: value for key, value in site["infer"].items() if key not in _OF_THE_MODEL}
 
 
 def _relocation(plan: Plan) -> Relocation | None:
-    """Returns what lies where if the guide is called inside a plate whose dim the model needs for itself."""
+    """Returns how batch dims move if the guide is called inside a plate whose dim the model needs; None otherwise."""
     if not any(isinstance(handler, IndepMessenger) for handler in _PYRO_STACK):
         return None
     dims, nesting = plan.plates.dims, plan.plates.nesting
@@ -287,7 +288,7 @@ def densities(
     sites: Mapping[str, Any],
     names: Collection[str],
 ) -> Iterator[Tensor]:
-    """Yields log densities ``(*batch, *plates)`` in nats that add up to that of some latents, in one dense pass.
+    """Yields terms ``(*batch, *plates)`` in nats whose sum is the log density of the latents in ``names``.
 
     ``sites`` are those of a run of the model at all latents' ``values``, where one was needed.
     """
@@ -303,7 +304,7 @@ def densities(
 def know_all(
     current: Pass, plan: Plan, call: Call, values: Mapping[str, Tensor], sites: Mapping[str, Any]
 ) -> None:
-    """Makes the values of all latents known to a pass, with what sites of a run of the model say of their supports."""
+    """Makes the values of all latents known to a pass. Their supports are told from the sites of a run of the model."""
     current.values.update(values)
     for name in plan.order:
         if name in call.held:

@@ -37,7 +37,7 @@ FULL_DRAWS = 2
 def element_reads(
     first: FirstCall, inverse: Inverse, order: Collection[str]
 ) -> dict[str, dict[Hashable, tuple[tuple[bool, ...], ...]]]:
-    """Returns factor -> node, itself included -> for each of its elements, which elements of the node it reads.
+    """Returns factor -> node -> boolean rows, one for each element of the factor: which elements of the node it reads.
 
     Left out is what reads all, and the elements of blocks; nothing is found for an inverse that elimination in its
     order would not give, or where arguments other than data, a design matrix say, may bring another structure in
@@ -101,7 +101,7 @@ def _count(site: Mapping[str, Any] | None) -> int:
 def _reads(
     first: FirstCall, name: str, children: Sequence[str], counts: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Returns child -> which of its elements move with which ones of a site, a boolean ``(child's, its)``.
+    """Returns child -> boolean ``(elements of the child, elements of the site)``: which of them depend on each other.
 
     What no element is seen to read is changed all together once more; a child that then moves reads all.
     """
@@ -150,24 +150,4 @@ def _reads(
 
 def _moved(before: Any, after: Any, count: int) -> Tensor:
     """Returns which elements of a site, ``(count,)``, differ between its messages in two runs."""
-    same = after is not None and all(_equal(before[key], after[key]) for key in ("mask", "scale"))
-    if not same:
-        return torch.ones(count, dtype=torch.bool)
-
-    def bare(site: Any) -> dict[str, Any]:
-        return {
-            **site,
-            "fn": without(site["fn"], Independent) if count > 1 else site["fn"],
-            "mask": None,
-            "scale": 1.0,
-        }
-
-    return moved(bare(before), bare(after)).reshape(-1, count).any(0).cpu()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return (
-        torch.equal(a, b)
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-        else a is b or bool(a == b)
-    )
+    return moved(before, after, by_element=count > 1).reshape(-1, count).any(0).cpu()

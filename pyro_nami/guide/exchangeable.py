@@ -1,4 +1,4 @@
-"""The plate of minibatches: its instances are exchangeable together with the rows of the changing arguments."""
+"""Finds the plate of minibatches: the one whose instances can be reordered together with the rows of the data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Reading", "exchangeable_plates"]
 
 
 class Reading(NamedTuple):
-    """The data that a model reads in one call: arguments, and surroundings if they are known."""
+    """The data that a model reads in one call: its arguments, and globals or attributes if these are known."""
 
     call: Call
     surroundings: Surroundings | None
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
 
 
 def exchangeable_plates(before: Reading, now: Reading, names: Collection[str]) -> frozenset[str]:
-    """Returns the plates in whose instances a model is exchangeable, with the rows of a minibatch.
+    """Returns the plates whose instances can be reordered together with the rows of a minibatch.
 
     The data that differ between two calls are those of a minibatch. Their rows, and the values of latents, are rotated
     by one along each plate. The plate is one of those returned if log densities are then rotated as well. They are not
@@ -92,7 +92,7 @@ def _reference(site: Any) -> Tensor | None:
 
 
 def _may_be_of(frame: Any, before: Reading, now: Reading, sites: Mapping[str, Any]) -> bool:
-    """Whether log densities are those of ``sites``, rotated along a plate, once data and latents are rotated."""
+    """Whether rotating data and latents along a plate rotates the log densities of all ``sites``."""
     values = {
         name: _along(site["value"], site, frame) for name, site in sites.items() if is_latent(site)
     }

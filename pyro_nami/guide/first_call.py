@@ -21,7 +21,8 @@ from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, untouched
-from pyro_nami.program.many_draws import takes_many
+from pyro_nami.program.many_draws import for_many
+from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.vectorized import Vectorized
@@ -29,13 +30,13 @@ from pyro_nami.reading.changes import moved
 from pyro_nami.reading.masked_latents import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
 
-__all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call", "first_instance"]
+__all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call"]
 
 PRIOR_DRAWS = 16
 
 
 class FirstCall(NamedTuple):
-    """What the first call shows."""
+    """What a guide's first call shows of its model."""
 
     program: Program
     options: Options
@@ -82,23 +83,20 @@ class FirstCall(NamedTuple):
             return read_where_masked(self.nodes, latents, self.run)
 
     def within(self, name: str) -> str:
-        """Returns how the elements of a latent depend on each other: the option, but where it is too large."""
+        """Returns how a latent's elements depend on each other: the option, or "independent" if it is too large."""
         return "independent" if name in self.apart else self.options.within
 
     def mapped(self) -> FirstCall | None:
-        """Returns the call with the model mapped over draws, if it is written for one draw, and can be so.
+        """Returns the call with the model mapped over draws by vmap, if the model needs and allows that; else None.
 
         A loss that Pyro compiles could not be; called from there, there is none.
         """
-        model, nesting = self.program.model, self.plates.nesting
-        if isinstance(model, Vectorized) or self.is_compiled:
+        if isinstance(self.program.model, Vectorized) or self.is_compiled:
             return None
-        other = self.program._replace(model=Vectorized(model, nesting))
-        if takes_many(self.program, self.draws, nesting) or not takes_many(
-            other, self.draws, nesting
-        ):
+        found = for_many(self.program, self.draws, self.plates.nesting)
+        if found is None or found is self.program:
             return None
-        return self._replace(program=other)
+        return self._replace(program=found)
 
     def run(
         self, values: Mapping[str, Any], until: Collection[str] | None = None
@@ -123,7 +121,7 @@ def first_call(
     subsampled: Collection[str],
     random_layers: Sequence[nn.Module] = (),
 ) -> FirstCall:
-    """Returns what one call shows; leaves the model as it was, but not the random number generators.
+    """Returns what a first call shows. The model is left as it was; random number generators are not.
 
     Args:
         program: the model, and arguments that it runs with.
@@ -177,11 +175,7 @@ def first_call(
 
 def _stacks(nodes: Mapping[str, Any], net: BayesNet) -> dict[str, list]:
     """Returns site -> the frames of the vectorized plates around it."""
-    return {
-        name: [frame for frame in nodes[name]["cond_indep_stack"] if frame.vectorized]
-        for name in net.sites
-        if name in nodes
-    }
+    return {name: frames_of(nodes[name]) for name in net.sites if name in nodes}
 
 
 def _moved_by(
@@ -220,7 +214,7 @@ def _moving(options: Options, net: BayesNet, stacks: Mapping[str, list]) -> list
 
 
 def _outermost(stack: list, plates: Plates, along: Collection[str]) -> list[str]:
-    """Returns the outermost of some plates, of ``along`` if one is: the data of one row of a minibatch lie together."""
+    """Returns the outermost plate of a stack, or the one that is in ``along``, as a list of at most one."""
     names = sorted((frame.name for frame in stack), key=plates.order.index)
     return ([name for name in names if name in along] or names)[:1]
 
@@ -230,15 +224,6 @@ def _is_compiled() -> bool:
     while frame is not None and frame.f_globals.get("__name__") != "pyro.ops.jit":
         frame = frame.f_back
     return frame is not None or torch.jit.is_tracing()
-
-
-def first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:
-    """Returns a value with its first instance only, size 1, in the plates of its site."""
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized:
-            dim = frame.dim - site["fn"].event_dim
-            value = value.narrow(dim, 0, 1) if value.dim() >= -dim else value
-    return value
 
 
 def _plates(stacks: Collection[list], net: BayesNet, subsampled: Collection[str]) -> Plates:
@@ -263,7 +248,7 @@ def _plates(stacks: Collection[list], net: BayesNet, subsampled: Collection[str]
 
 
 def data_features(first: FirstCall, name: str) -> Any:
-    """Returns what gives the features of an observed site."""
+    """Returns the encoding of an observed site: an object with ``features(value)``."""
     site, embeddings = first.nodes[name], first.options.embeddings
     if name in embeddings:
         return _Embedding(embeddings[name], site["fn"].event_dim)

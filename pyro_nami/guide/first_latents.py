@@ -1,4 +1,4 @@
-"""The latents that are sampled first, from a marginal posterior on a grid: the choice, the density, its check."""
+"""Latents that are sampled first, from their marginal posterior on a grid: their choice, density and check."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MAX_ROUNDING = 0.3
 def first_ones(
     first: FirstCall, inverse: Inverse, order: Sequence[str], groups: Mapping[str, ConjugateGroup]
 ) -> ConjugateGroup | None:
-    """Returns the latents that come first, if all others have exact conditionals given them, and they are few."""
+    """Returns one or two latents to sample first from a grid, if all others are exact given them; else None."""
     rest = [name for name in order if name not in groups]
     nodes = first.nodes
     options = first.options
@@ -107,7 +107,7 @@ def first_ones(
 def marginal(
     plan: Plan, call: Call, current: Pass, group: ConjugateGroup, derive: Callable
 ) -> Marginal:
-    """Returns the conditionals of what comes first, found anew where a call's data or arguments are others.
+    """Returns the grid's conditionals for a call; a kept grid is used while data and arguments are the same.
 
     ``derive`` is `pyro_nami.guide.derivation.derive`.
     """
@@ -131,7 +131,7 @@ def marginal(
 
 
 def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> str:
-    """Returns what speaks against the latents that come first being found by quadrature; empty if nothing does.
+    """Returns why the first latents cannot be sampled from a grid; empty if they can.
 
     Draws by it have to have the log density that it says, all others drawn given them, up to a constant.
     """
@@ -162,7 +162,7 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
 
 
 def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
-    """Returns by how many nats rounding usually moves the log density of Normal data, whatever finds it."""
+    """Returns the typical rounding error, in nats, of the log density of Normal data."""
     total = 0.0
     for site in sites:
         if (off := rounding_of(site)) is not None:
@@ -172,7 +172,7 @@ def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
 
 
 def cut_by_bounds(plan: Plan, call: Call, current: Pass, derive: Callable) -> dict[str, str]:
-    """Returns the latents with flat priors whose bounds cut off some of the result, and what to say of each.
+    """Returns latent -> reason, for latents with flat priors whose bounds cut off part of the posterior.
 
     What is derived as flat is that given the latents that come first, which `Refutation` knows no values of.
     """
@@ -195,14 +195,14 @@ def _marginal_group(plan: Plan) -> ConjugateGroup | None:
 
 @contextmanager
 def _hidden(seed: int = 0) -> Iterator[None]:
-    """Runs that are made here have no gradients, and random numbers of their own."""
+    """Makes runs of the model without gradients, with random numbers of a seed, and without validation."""
     with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
         pyro.set_rng_seed(seed)
         yield
 
 
 class _Joint(NamedTuple):
-    """The log density of a call's latents and data, all but a few latents integrated out."""
+    """The marginal log density of the first latents and the data of a call."""
 
     plan: Plan
     call: Call
@@ -212,7 +212,7 @@ class _Joint(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, call: Call, current: Pass, derive: Callable) -> _Joint:
-        """Returns that of a call's data."""
+        """Returns the marginal density for the data of a call."""
         leading = leading_shape(call.values, plan.event_dims, plan.plates.nesting)
         return cls(plan, call, current, functools.partial(derive, plan, call), leading)
 
@@ -221,7 +221,7 @@ class _Joint(NamedTuple):
         return max((value.numel() for value in self.call.values.values()), default=1)
 
     def check_runs_for_many(self, group: ConjugateGroup) -> None:
-        """Raises ValueError where the model mixes up draws in a way that would take much memory for those of a grid."""
+        """Raises ValueError if the model pairs every draw with every other, which takes too much memory on a grid."""
         with _hidden():
             sites = self.call.run(self.call.held, until=group.members)
             few = {
@@ -261,7 +261,7 @@ class _Joint(NamedTuple):
             )
 
     def seen(self, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns two draws by a table, and the log density there: a model may read what no argument shows."""
+        """Returns two draws of a table, and their log density, which changes with data besides the arguments."""
         with _hidden():
             values, _ = table.draw(2, self.leading)
             values = self.with_others(values)[0].values

@@ -1,4 +1,4 @@
-"""A guide between calls: made at its first call, given data at each call; saved, copied, and moved to other modes.
+"""A guide between calls: made at its first call, saved, loaded, copied, and moved to another mode.
 
 As in Pyro, nothing is made before the first call.
 """
@@ -39,8 +39,9 @@ from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import Runner, needs_arguments, own_dims, takes_observations
+from pyro_nami.program.runner import Runner, needs_arguments, takes_observations
 from pyro_nami.reading.covariates import column_of, plain_column
 
 __all__ = ["LazyGuide"]
@@ -234,7 +235,7 @@ class LazyGuide(AutoGuide):
         )
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:
-        """Makes the options' mode that of a saved guide, if it was asked for, or found in training."""
+        """Takes over the mode of a saved guide, if its user asked for it or training found it."""
         if "mode" in state:
             mode = Mode(state["mode"])
             kept = mode if state.get("asked") or mode is Mode.MINIBATCHES else None
@@ -359,7 +360,7 @@ class LazyGuide(AutoGuide):
         return result
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What belongs to the weights: the mode, which covariates are read, and fingerprints of the data of training.
+        """Returns what is saved beside the weights: mode, covariates, and fingerprints of the training data.
 
         With ``save_data=True`` the arguments and data of training as well, if these are tensors and plain values.
         """

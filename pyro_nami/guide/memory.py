@@ -71,11 +71,11 @@ class Memory:
         return self.context if _is_plain(self.context) else None
 
     def data_of(self, values: Mapping[Hashable, Tensor]) -> Data:
-        """Returns node -> fingerprint, taken anew only of tensors that are others or were written to."""
+        """Returns node -> fingerprint of its value; only changed tensors are hashed anew."""
         return {node: self._fingerprint(node, value) for node, value in values.items()}
 
     def frozen(self, call: Call, data: Data) -> Call:
-        """Returns a call with copies of its tensors, which nobody writes to; the one kept if it is the same.
+        """Returns a copy of a call, with copies of its tensors; the stored copy if the call is the same.
 
         Args:
             call: with its ``data``.
@@ -101,7 +101,7 @@ class Memory:
         return frozen
 
     def keep(self, call: Call, surroundings: Surroundings | None) -> None:
-        """Has the guide answer for the data of a frozen call from now on."""
+        """Makes a frozen call the one whose data the guide answers for."""
         self.surroundings = surroundings
         if call is self.call:
             return
@@ -124,7 +124,7 @@ class Memory:
         self.derived = Derived({}, {}, {})
 
     def load(self, state: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-        """Takes over a saved state, whose keys ``names`` translates to nodes.
+        """Loads a saved state; ``names`` maps its keys to nodes.
 
         The call that is kept stays where it has the data of the saved guide.
         """

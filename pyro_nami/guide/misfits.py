@@ -27,7 +27,7 @@ RANKED = 64  # draws that a value is compared with
 def misfits(
     current: Pass, values: Mapping[str, Tensor], sites: Mapping[str, Any], nesting: int
 ) -> dict[str, Tensor]:
-    """Returns latent -> where its log density is not finite, and where below those of draws, ``(2, simulations)``.
+    """Returns latent -> boolean ``(2, simulations)``: whether its log density is not finite, or below all draws'.
 
     Args:
         current: a pass that knows all values.

@@ -98,7 +98,7 @@ def plan_reads(
     columns: Collection[str],
     empty: Collection[str],
 ) -> dict[str, dict[Hashable, Read]]:
-    """Returns what each factor reads: its parents in the inverse, and the covariates that elimination brings it.
+    """Returns factor -> what it reads: its parents in the inverse, and covariates that elimination connects it with.
 
     Covariates are observed roots with an edge to their site, so the algebra of the inverse says who reads them. Latents
     come in sampling order, ``columns`` are sites with covariates, ``empty`` those without values to read.

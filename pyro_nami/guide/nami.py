@@ -35,8 +35,8 @@ from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
-from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, takes_many
-from pyro_nami.program.vectorized import unmapped
+from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, for_many
+from pyro_nami.program.vectorized import Vectorized, unmapped
 
 __all__ = ["AutoNaMIGuide"]
 
@@ -239,7 +239,7 @@ class AutoNaMIGuide(DensityGuide):
         )
 
     def check(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Returns what the model has at these arguments other than at the guide's first call.
+        """Returns how the model at these arguments differs from the model at the guide's first call.
 
         A guide's structure is that of its first call, found by runs of the model there. This takes as many runs again,
         and so tells whether the structure holds for other arguments as well.
@@ -281,7 +281,7 @@ class AutoNaMIGuide(DensityGuide):
         return self._drawn(call) if found is None else found
 
     def _drawn_ahead(self, call: Call, target: TrainedAnswer) -> dict[str, Tensor] | None:
-        """Returns draws for a prediction, made in a pass for many; None where the model is run one by one."""
+        """Returns the next of the draws made in advance; None if the model cannot be run for many draws."""
         plan = self._made()
         with untouched(self.model), poutine.block():
             if self._plan_for_many(call) is None:
@@ -303,7 +303,7 @@ class AutoNaMIGuide(DensityGuide):
     def _drawn(
         self, call: Call, refinement: Mapping[Hashable, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Returns draws of every latent of a call, with parameters of its instances refined."""
+        """Returns one draw of every latent of a call; ``refinement`` is added to the parameters of its instances."""
         plan, learning = self._made(), self.training and torch.is_grad_enabled()
         current = start_pass(
             plan, self._start(call, learning=learning, refinement=refinement), call
@@ -384,7 +384,7 @@ class AutoNaMIGuide(DensityGuide):
         return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
 
     def _plan_for_many(self, call: Call) -> Plan | None:
-        """Returns a plan by which many draws of a call are made at once, that of a mapped model if need be, or None."""
+        """Returns the plan for many draws at once, with a mapped model if need be; None if draws are one by one."""
         plan = self._made()
         if plan.plates.subsampled:  # whose instances are others in each run
             return plan
@@ -394,18 +394,16 @@ class AutoNaMIGuide(DensityGuide):
                 {**call.held, **self._drawn(replace(call, target=None))}
                 for _ in range(FEWEST_DRAWS)
             ]
-            program = call.program._replace(model=unmapped(call.program.model))
-            plans = plan, replace(plan, vectorized=True)
-            runs = (program._replace(model=each.for_many(program.model)) for each in plans)
-            able = (
-                each for each, run in zip(plans, runs) if takes_many(run, few, plan.plates.nesting)
-            )
-            self._many = plan, next(able, None)
+            model = plan.for_many(unmapped(call.program.model))
+            found = for_many(call.program._replace(model=model), few, plan.plates.nesting)
+            is_mapped = found is not None and isinstance(found.model, Vectorized)
+            many = plan if is_mapped == plan.vectorized else replace(plan, vectorized=is_mapped)
+            self._many = plan, None if found is None else many
         return self._many[1]
 
 
 def _passes(count: int, call: Call, plan: Plan) -> list[int]:
-    """Returns how many draws each pass makes: all at once, but where that takes long and would leave the cache."""
+    """Returns the number of draws of each pass: one pass for all, or several where modes are searched in many rows."""
     has_mode = any(group.has_mode for group in plan.groups.values())
     rows = sum(value.numel() for value in call.values.values()) if has_mode else 0
     parts = max(1, min(count // MANY_DRAWS, math.ceil(count * rows / MOST_ROWS)))

@@ -42,7 +42,7 @@ class ObservedFeatures:
         self._kept.clear()
 
     def tell(self, state: NetworkState, plan: Plan, call: Call, network: InverseNetwork) -> None:
-        """Makes everything observed in a call known to a pass through the networks, at its start."""
+        """Gives the networks' state the features of all observed values and covariates of a call."""
         for name in call.lacking.intersection(plan.order):
             state.put(name, _blank(name, name, plan, call, network))
         for name in call.lacking.intersection(plan.columns).difference(call.covariates):

@@ -36,7 +36,7 @@ class Term(NamedTuple):
     elements: Tensor
 
     def key(self) -> tuple:
-        """Returns what has to be the same in terms that are taken together."""
+        """Returns a key that is equal for terms whose log densities can be computed at once."""
         anchor = None if self.anchor is None else self.anchor.shape[:-2]
         own = [getattr(self.family, name) for name in self.family.alike or ()]
         return (
@@ -180,7 +180,7 @@ class Pass:
         return [name for name in self.rules if name not in self.values]
 
     def family(self, name: str, prior: Distribution | None = None) -> Family:
-        """Returns a latent's family, at its current prior from the moment that this is told."""
+        """Returns a latent's family. A given prior sets its support and count for the rest of the pass."""
         family = self._moved.get(name, self._families[name])
         if prior is not None:
             family = self._families[name].at(prior)
@@ -191,7 +191,7 @@ class Pass:
     def know(
         self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False
     ) -> None:
-        """Takes in the value of a latent, and its elements where they are known from the draw."""
+        """Stores the value of a latent, and gives the networks its features."""
         self.values[name] = value
         if name in self._families and (name in self.state.network.read):
             family = self.family(name)
@@ -205,7 +205,7 @@ class Pass:
         return site["scale"] if valid is None else site["scale"] * valid
 
     def take(self, name: str, value: Tensor, fn: TorchDistribution, seen: bool = True) -> Tensor:
-        """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it.
+        """Stores the value that outside handlers gave a latent; returns the value as the model sees it.
 
         What handlers outside have not ``seen`` is known to other latents alone.
         """
@@ -222,7 +222,7 @@ class Pass:
         return value
 
     def note_bounds(self, name: str, fn: Any) -> None:
-        """Takes note of what a latent is drawn from, where bounds may cut it."""
+        """Stores the distribution of a latent that bounds of its prior may cut."""
         if isinstance(fn, BoxedNormal):
             self.derived.boxed[name] = fn
 
@@ -233,11 +233,11 @@ class Pass:
         return self.derived.solved[group]
 
     def add(self, term: Term) -> None:
-        """Leaves a latent's density to `together`."""
+        """Adds a term, whose log density `together` computes."""
         self._terms.setdefault(term.key(), []).append(term)
 
     def together(self) -> Iterator[Tensor]:
-        """Yields the log densities ``(*batch, *plates)`` of what was added, terms of one kind at once."""
+        """Yields the log densities ``(*batch, *plates)`` of all terms, those of equal keys at once."""
         for terms in self._terms.values():
             params = concatenated([term.params for term in terms], -2)
             anchors = [term.anchor for term in terms if term.anchor is not None]

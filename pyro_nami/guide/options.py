@@ -16,7 +16,7 @@ RULES = ("exact", "learned", "bounded", "bound")
 
 
 class Options(NamedTuple):
-    """The options of a guide, as `AutoNaMIGuide` documents them; no mode is one that training steps decide."""
+    """The options of a guide, as `AutoNaMIGuide` documents them. With ``mode=None`` training steps decide the mode."""
 
     inverse: Any
     blocks: Sequence[Sequence[str]] | None
@@ -50,7 +50,7 @@ class Options(NamedTuple):
         return self.mode is Mode.AMORTIZED
 
     def check(self) -> None:
-        """Raises for what can be told to be wrong before the guide's first call."""
+        """Raises for invalid options that can be told before the guide's first call."""
         if not (isinstance(self.init_scale, float) and self.init_scale > 0):
             raise ValueError(f"Expected init_scale > 0.; got {self.init_scale}.")
         if self.within not in ("autoregressive", "independent"):

@@ -6,11 +6,9 @@ import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-import networkx as nx
-
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.finder import Finder
-from pyro_nami.deriving.refutation import OPEN
+from pyro_nami.deriving.finder import COMPILED, Finder
+from pyro_nami.deriving.refutation import OPEN, Refutation
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.first_latents import first_ones
@@ -39,10 +37,11 @@ def find_order(
     check_names("rules", first.options.rules, first.net.latent, "a latent site")
     finder = _finder(first, cut or {})
     inverse, order, interleaved, groups = _searched(first, finder)
-    refused = dict(finder.refused) if finder else {}
-    lost = set(finder.lost) if finder else set()
-    if finder:
-        _log_learned_modes(finder.moving.difference(groups))
+    refused = dict(finder.tests.refused) if finder else {}
+    lost = set(finder.tests.lost) if finder else set()
+    _log_learned_modes(
+        [name for name in refused if refused[name] == COMPILED and name not in groups]
+    )
     marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
     if marginal and flaw:
         told = refused.keys() & set(marginal.members)
@@ -59,7 +58,7 @@ def find_order(
     for name in improper:
         if name not in order or refused.get(name) == OPEN:
             raise ValueError(improper_posterior(name))
-    doubts = dict.fromkeys(finder.open if finder else (), "no mode of it was found")
+    doubts = dict.fromkeys(finder.tests.open if finder else (), "no mode of it was found")
     if flaw and marginal:
         doubts.update(dict.fromkeys(marginal.members, flaw))
     doubts = {name: doubts[name] for name in improper if name in doubts and name not in groups}
@@ -69,7 +68,7 @@ def find_order(
 def _searched(
     first: FirstCall, finder: Finder | None
 ) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup]]:
-    """Returns an inverse in which most conditionals are derived, and the fields of the order that follow."""
+    """Returns the inverse with most derived conditionals, and the next three fields of `SamplingOrder`."""
     options = first.options
     is_free = options.inverse == "auto" and options.blocks is None
     block = finder.block() if finder and is_free else []
@@ -128,27 +127,22 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
     if not (options.anchor and options.exact and isinstance(given, Mapping)):
         return None
     own = {name: first.nodes[name]["value"] for name in first.net.sites if name in first.nodes}
-    seen = set().union(*(nx.ancestors(first.net.graph, name) for name in first.net.observed))
     return Finder(
+        tests=Refutation(first.plates.nesting, first.run, [own, *first.draws[:6]]),
         net=first.net,
         nodes=first.nodes,
         frames=first.frames,
-        nesting=first.plates.nesting,
         subsampled=first.plates.partial,
         unread=first.unread,
         excluded=_excluded(first),
-        predictive=set(first.net.latent) - seen,
-        read_masked=first.read_where_masked(),
         is_compiled=first.is_compiled,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
-        cut=cut,
-        run=first.run,
-        draws=[own, *first.draws[:6]],
+        bent=dict(cut),
     )
 
 
 def _excluded(first: FirstCall) -> dict[str, str]:
-    """Returns latent -> reason, for the latents that are to have no derived conditional."""
+    """Returns latent -> reason, for latents that options or hidden randomness exclude from derivation."""
     options, hidden = first.options, first.found.hidden_randomness
     found = {
         latent: f"the density of '{site}' is random at equal values of all sites, as with dropout"
@@ -157,7 +151,12 @@ def _excluded(first: FirstCall) -> dict[str, str]:
     }
     learned = [name for name, rule in options.rules.items() if rule == "learned"]
     names = first.semi_observed.union(hidden, first.passing, learned, options.families or {})
-    return found | dict.fromkeys(names, "the options, or its role in the model, exclude it")
+    masked = dict.fromkeys(
+        first.read_where_masked(), "its prior is masked where something reads it"
+    )
+    return (
+        found | masked | dict.fromkeys(names, "the options, or its role in the model, exclude it")
+    )
 
 
 def _learned_order(first: FirstCall, inverse: Inverse) -> list[str]:
@@ -175,8 +174,9 @@ def _learned_order(first: FirstCall, inverse: Inverse) -> list[str]:
 def _program_order(
     first: FirstCall, inverse: Inverse, order: list[str], groups: Mapping[str, ConjugateGroup]
 ) -> tuple[list[str], bool, bool]:
-    """Returns latents in an order in which runs of the model can draw them, whether there is one, and whether groups
-    come last in it.
+    """Returns the latents in an order in which runs of the model can draw them.
+
+    Also whether there is such an order, and whether groups come last in it.
 
     That is program order, except that members of a group come together: where the first of them does, or last.
     """
@@ -193,8 +193,9 @@ def _program_order(
 
 
 def _with_all_read(group: ConjugateGroup, inverse: Inverse, order: Sequence[str]) -> ConjugateGroup:
-    """Returns a group that needs all latents which those that it needs are drawn from, too, and all before it in an
-    order, if there is one, as steps of networks are taken in that.
+    """Returns a group whose ``needed`` is complete: with the latents that needed ones are drawn from.
+
+    With an ``order``, also with all latents before the group, as networks take their steps in that order.
     """
     first = min((order.index(name) for name in group.members if name in order), default=0)
     needed = sorted(group.needed.union(order[:first]).difference(group.members))

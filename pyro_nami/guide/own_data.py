@@ -54,7 +54,7 @@ class OwnData:
         self._maps.forget()
 
     def all_of(self, call: Call) -> Call:
-        """Returns a call with all that its arguments say."""
+        """Returns a call with its observed values, covariates and index maps."""
         return self.completed(self.values_of(call, {}, {}, draws=True))
 
     def values_of(
@@ -91,7 +91,7 @@ class OwnData:
         return replace(call, moving=look.moving)
 
     def completed(self, call: Call) -> Call:
-        """Returns a call whose values are known with its covariates and index maps."""
+        """Returns a call, whose values are known, with its covariates and index maps."""
         plan, leaves = self.plan, call.program.leaves()
         if plan.columns:
             call = replace(call, covariates=self._covariates(call, leaves))
@@ -142,7 +142,7 @@ def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
 
 
 def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
-    """Returns which of the values that the model makes for observed sites move with its parameters."""
+    """Returns the observed sites whose values depend on the model's parameters."""
     if not names:
         return frozenset()
     with forked_rng(), torch.enable_grad():
@@ -213,7 +213,7 @@ def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
 
 
 def _is_in_shape(site: Mapping[str, Any]) -> bool:
-    """Whether a value is one for the plates of its site: a conditioned model keeps the data, whatever its arguments."""
+    """Whether a value fits its site's shape; a conditioned model may keep data of another size than its arguments."""
     sizes = zip(reversed(torch.as_tensor(site["value"]).shape), reversed(site["fn"].shape()))
     return all(a == b or 1 in (a, b) for a, b in sizes)
 

@@ -17,7 +17,7 @@ __all__ = ["block_of", "factor_of"]
 
 
 def block_of(first: FirstCall, name: str, inverse: Inverse) -> frozenset[str]:
-    """Returns the plates, of those that the site's tensor has dims for, whose instances form one block.
+    """Returns the plates of a site whose instances depend on each other given the data, and are drawn as one block.
 
     A plate that another of the site's plates determines adds nothing: instances of that one lie in it already.
     """
@@ -41,7 +41,7 @@ def factor_of(
     plates: Plates,
     parts: Mapping[Any, tuple[tuple[bool, ...], ...]],
 ) -> Factor:
-    """Returns the place in the networks of the latent of a family.
+    """Returns the factor of a latent: what its network reads, and how its elements depend on each other.
 
     Args:
         reads: what it reads, and ``parts`` which elements of that, see `element_reads`.

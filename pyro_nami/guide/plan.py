@@ -34,7 +34,7 @@ __all__ = [
 
 
 class SitePlan(NamedTuple):
-    """What is fixed of one site."""
+    """The fixed properties of one site."""
 
     # that its tensor has dims for; the network has those that these determine as well
     plates: frozenset[str]
@@ -70,7 +70,7 @@ class SamplingOrder(NamedTuple):
 
 
 class Covariates(NamedTuple):
-    """Which covariates factors read."""
+    """The covariates that factors read."""
 
     columns: Mapping[str, tuple] = {}  # site -> its covariates
     # values of the latents at the draws that they were found at
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def num_underived(self) -> tuple[int, int]:
-        """The numbers of latents that networks serve, and of those that they bend the conditionals of."""
+        """How many latents are learned, and how many are located and then corrected by a network."""
         bent = sum(rule.group is not None for rule in self.learned.values())
         return len(self.learned) - bent, bent
 
@@ -146,13 +146,13 @@ class Plan:
 
     @cached_property
     def weighted(self) -> frozenset[str]:
-        """The latents in whose distribution weights have a part: those of `learned`, and those with a bound's."""
+        """The latents whose distributions depend on weights: the learned ones, and those with a learned bound."""
         bounded = {name for name, group in self.groups.items() if group.bound}
         return frozenset(self.learned) | bounded
 
     @cached_property
     def blocks(self) -> dict[str, str]:
-        """Plate of fixed size -> a latent whose instances form one block over it."""
+        """Plate of fixed size -> a latent whose instances are drawn as one block over the plate."""
         return {plate: name for name, rule in self.learned.items() for plate in rule.factor.joint}
 
     @cached_property
@@ -176,7 +176,7 @@ class Plan:
         return {name: site.event_dim for name, site in self.sites.items()}
 
     def first_of(self, name: str, value: Tensor) -> Tensor:
-        """Returns the first of several values of a site, of the site's own shape; that of a new site as it is."""
+        """Returns the first of several values of a site, of the site's own shape; of an unknown site all."""
         if name not in self.sites:
             return value
         site = self.sites[name]
@@ -184,7 +184,7 @@ class Plan:
         return value[(0,) * max(0, value.dim() - own)]
 
     def data_of(self, name: str) -> set[str]:
-        """Returns the observed sites whose data a latent's distribution is made of."""
+        """Returns the observed sites that a latent's distribution depends on."""
         group = self.groups.get(name)
         found: set[Any] = set() if group is None else set(group.children)
         if name in self.learned:

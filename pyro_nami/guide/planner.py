@@ -23,7 +23,7 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.bound_factors import bound_factors, in_turn, is_corrected
 from pyro_nami.guide.columns import find_covariates
 from pyro_nami.guide.element_reads import element_reads
-from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
+from pyro_nami.guide.first_call import FirstCall, data_features
 from pyro_nami.guide.model_inverse import plan_reads
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.placing import block_of, factor_of
@@ -33,6 +33,7 @@ from pyro_nami.parameters.conditioning import Plates, Read, covariates_of, nodes
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.first_run import allows_nan, is_transparent
 from pyro_nami.program.masks import own_mask
+from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.network import is_blocked
 
@@ -40,7 +41,7 @@ __all__ = ["make_plan"]
 
 
 class _Factors(NamedTuple):
-    """What networks serve."""
+    """The factors of learned and corrected latents, and what they read."""
 
     families: dict[str, Family]  # of all latents in sampling order
     factors: dict[str, Factor]  # of latents whose parameters networks give, or correct
@@ -100,7 +101,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
 
 
 def _factors(first: FirstCall, order: SamplingOrder) -> _Factors:
-    """Returns the factors that networks serve: of which family each is, and what it reads."""
+    """Returns the factors of learned and corrected latents: their families, and what they read."""
     latents, groups, inverse = order.latents, order.groups, order.inverse
     corrected = {
         name
@@ -141,7 +142,7 @@ def _factors(first: FirstCall, order: SamplingOrder) -> _Factors:
 
 
 def _without_values(first: FirstCall) -> set[str]:
-    """Returns the sites that hold no value: those of ``pyro.factor``, though they couple latents, and empty data."""
+    """Returns the sites without a value to read: ``pyro.factor`` sites, and empty data."""
     nodes = first.nodes
     return {
         name for name in first.net.sites if name not in nodes or nodes[name]["value"].numel() == 0
@@ -187,8 +188,9 @@ def _rule(first: FirstCall, name: str, found: _Factors, anchored: bool) -> Rule:
 
 
 def _in_reach(first: FirstCall, reads: Mapping[str, dict[Any, Read]]) -> dict[str, dict[Any, Read]]:
-    """Returns what each factor reads, without latents that are too large to be read, and of these nothing but the data
-    of their own instances: what is the same in every step says no more than their parameters do.
+    """Returns what each factor reads, without latents that are too large to be read.
+
+    Factors of such latents read the data of their own instances alone.
     """
     names = first.apart
     left = {
@@ -240,7 +242,7 @@ def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
 
 
 def _learned(first: FirstCall, name: str, found: _Factors, anchored: bool) -> Learned:
-    """Returns the rule of a latent that networks serve.
+    """Returns the rule of a learned latent.
 
     In a guide that is trained on data, a factor whose prior other latents move is that prior times evidence of its own.
     """
@@ -262,7 +264,7 @@ def _learned(first: FirstCall, name: str, found: _Factors, anchored: bool) -> Le
 def _anchored(
     first: FirstCall, families: Mapping[str, Family], inverse: Inverse
 ) -> Collection[str]:
-    """Returns the latents whose prior the guide knows when it draws them: a function of what their factor reads.
+    """Returns the latents with an anchor: their priors are functions of what their factors read.
 
     An inverse that drops an edge of the model (mean field) shall not get it back by the anchor. In a guide that is
     trained on data a prior that nothing moves is none if it is bounded: most of its spread in unconstrained space

@@ -1,4 +1,4 @@
-"""`CallReader`: whose data decide in a call, those that it brings or those of training (see `mode`)."""
+"""`CallReader`: decides whether a call is answered for its own data or for those of training (see `mode`)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Step(NamedTuple):
 
 
 class CallReader:
-    """Finds the data of each call of one guide.
+    """Decides which data each call of a guide is answered for, and finds them.
 
     Args:
         plan: the guide's; another one may take its place.
@@ -96,7 +96,7 @@ class CallReader:
         backward: Backward | None,
         draws: bool,
     ) -> Call:
-        """Returns the call whose data decide, with these; its ``target`` is the given one where this is another.
+        """Returns the call whose data the guide answers for; its ``target`` is the given call if that is another one.
 
         Args:
             call: with model and arguments.
@@ -135,7 +135,7 @@ class CallReader:
         return self._noted(own, call, backward)
 
     def settle(self) -> None:
-        """Takes in those calls as training steps that a backward pass has come back from since.
+        """Records the calls that a backward pass has come back from as training steps.
 
         A loss may add up several calls, so earlier ones wait for as long as their graphs live.
         """
@@ -149,7 +149,7 @@ class CallReader:
                 self._tell(step.notice)
 
     def _take_in(self, step: _Step) -> None:
-        """Takes in a call as a training step."""
+        """Records a call as a training step."""
         memory = self.memory
         change = memory.history.step(step.data)
         if step.data != memory.history.current:
@@ -175,7 +175,7 @@ class CallReader:
 
     @property
     def names(self) -> list[Any]:
-        """The nodes that a state may be of."""
+        """The nodes that a saved state may hold fingerprints of."""
         return [*self.plan.sites, *map(covariates_of, self.plan.sites), _ARGUMENTS]
 
     def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
@@ -187,7 +187,7 @@ class CallReader:
     # ---- whose data decide
 
     def _has_call(self, model: Callable) -> bool:
-        """Whether there is a call whose data the guide answers for; a loaded guide makes it of what was saved."""
+        """Whether there is a call whose data the guide answers for; a loaded guide makes it from the saved state."""
         memory = self.memory
         if memory.call is None and memory.context is not None:
             args, kwargs, indices, values = memory.context
@@ -397,7 +397,7 @@ class CallReader:
         return self._with_kept(own, constants=memory.mode is not Mode.MINIBATCHES)
 
     def _with_kept(self, call: Call, constants: bool = False) -> Call:
-        """Returns a call with what was found in earlier ones, ``constants`` of its data included."""
+        """Returns a call with the results of earlier calls; with ``constants``, those of the same data included."""
         memory = self.memory
         derived = memory.derived
         is_fixed = memory.mode is Mode.FIXED and not self.plan.plates.subsampled
@@ -464,7 +464,7 @@ class CallReader:
         return self._with_kept(replace(own, from_prior=(*own.from_prior, *unseen)))
 
     def _data_of(self, call: Call) -> Data:
-        """Returns what tells whether a call's data are those of training: fingerprints of values and covariates.
+        """Returns the fingerprints by which a call's data are compared with those of training.
 
         Minibatches of a subsampled plate are taken to be the same data. Values that move with the model's parameters
         (a residual, say) are the same if the arguments are.
@@ -486,7 +486,7 @@ class CallReader:
         return self.memory.data_of(values)
 
     def _tell(self, notice: str) -> None:
-        """Warns of something once."""
+        """Warns, once for each notice."""
         if notice and notice not in self._told:
             self._told |= {notice}
             warn(notice)
@@ -543,7 +543,7 @@ def _check_sizes(call: Call, plan: Plan) -> None:
 
 
 def has_first_sizes(call: Call, plan: Plan) -> bool:
-    """Whether the plates of latents, but for those seen in part, have the sizes of the guide's first call."""
+    """Whether all plates of latents, except subsampled ones, have the sizes of the guide's first call."""
     plates = (
         frozenset().union(*(plan.sites[name].plates for name in plan.rules)) - plan.plates.partial
     )
@@ -553,7 +553,7 @@ def has_first_sizes(call: Call, plan: Plan) -> bool:
 def _other_sizes(
     call: Call, plan: Plan, names: Iterable[str], plates: Collection[str]
 ) -> Iterator[tuple[str, int]]:
-    """Yields those plates that do not have their first size in values of a call, and the size, 1 without a dim."""
+    """Yields (plate, size) for plates whose size in a call's values is not the first call's; 1 without a dim."""
     for name in names if plates else ():
         site, value = plan.sites[name], call.values[name]
         for plate in site.plates.intersection(plates):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.expansion import broadcast, trimmed
+from pyro_nami.deriving.expansion import broadcast, squeezed
 from pyro_nami.deriving.in_turn import ConditionalsInTurn, InTurn, Order
 from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.family import Family
@@ -88,21 +88,21 @@ class Rule:
         return None if self.is_flat else own_mask(site)
 
     def masked(self, log_prob: Tensor, site: Mapping[str, Any]) -> Tensor:
-        """Returns a log density as far as it counts; all of it where no run of the model was needed."""
+        """Returns a log density with zeros where the site is masked; as it is where no run of the model was needed."""
         mask = None if site["fn"] is None else self.mask(site)
         return log_prob if mask is None else torch.where(mask, log_prob, torch.zeros_like(log_prob))
 
     def target(self, current: Pass, value: Tensor, prior: Distribution) -> Tensor | None:
-        """Returns the elements that a location is to predict, ``(*batch, *plates, E)``; None if networks give none."""
+        """Returns the elements ``(*batch, *plates, E)`` that a location is fitted to; None if networks give none."""
         return None
 
     def note(self, current: Pass, elements: Tensor) -> None:
-        """Takes note of the elements of a draw."""
+        """Stores the elements of a draw."""
 
 
 @dataclass(frozen=True)
 class Prior(Rule):
-    """q(v | what is before v) = p(v | parents of v): the model's own conditional."""
+    """q(v | latents sampled earlier) = p(v | parents of v): the model's own conditional."""
 
     kind = "prior"
 
@@ -118,7 +118,7 @@ class Prior(Rule):
 
 @dataclass(frozen=True)
 class Exact(Rule):
-    """q(v | what is before v) = p(v | what is before v, data); see `pyro_nami.deriving.finder`."""
+    """q(v | latents sampled earlier) = p(v | latents sampled earlier, data); see `pyro_nami.deriving.finder`."""
 
     kind = "exact"
 
@@ -177,7 +177,7 @@ class Learned(Rule):
         batch_shape: torch.Size,
         anchor: Tensor | None,
     ) -> SiteDistribution:
-        """Returns the distribution by the networks' state, or by one whose parameters are numbers."""
+        """Returns the distribution with parameters of a state; a fixed state gives them without gradients."""
         if self.factor.sequential:
             conditionals = self._conditionals(current, state, len(batch_shape))
             target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
@@ -223,7 +223,7 @@ class Learned(Rule):
         return family.anchor(prior) if self.anchored and prior is not None else None
 
     def _params(self, state: Any) -> Tensor:
-        """Returns the parameters, instance by instance where they come for all instances of a block at once."""
+        """Returns the parameters; those of a block are given instance by instance."""
         params = state.params(self.name)
         return to_instances(params, self.dims, self.sizes, parts=1)
 
@@ -246,7 +246,7 @@ class Learned(Rule):
 
 @dataclass(frozen=True)
 class Located(Learned):
-    """q(v | what is before v) = Normal about the mode, see `pyro_nami.deriving.newton`, bent by what networks give."""
+    """q(v | latents sampled earlier) = Normal about the mode, corrected by networks (`pyro_nami.deriving.newton`)."""
 
     kind = "newton"
 
@@ -274,13 +274,13 @@ class Located(Learned):
 
     def _bent(self, near: JointNormal, state: Any, dims: int | None = None) -> JointNormal:
         params = state.params(self.name)
-        params = params.reshape(trimmed(params.shape, None if dims is None else dims + 2))
+        params = squeezed(params, dims, 2)
         return near.with_elements(self.family.elements(near.vectors(params)))
 
 
 @dataclass(frozen=True)
 class Bounded(Learned):
-    """q(v | what v reads) = the conditional by a bound, see `pyro_nami.deriving.bounded`, plus what networks give.
+    """q(v | what v reads) = the conditional under a bound, corrected by networks; see `pyro_nami.deriving.bounded`.
 
     Where elements are drawn in turn, bounds give way to what is drawn before; see `pyro_nami.deriving.in_turn`.
     """
@@ -291,7 +291,7 @@ class Bounded(Learned):
 
     @property
     def order(self) -> Order:
-        """How the elements come in sequence."""
+        """The order in which the elements are drawn."""
         return Order(self.factor.num_elements, self.dims, self.sizes)
 
     def distribution(
@@ -367,7 +367,7 @@ def fixed_size(name: str, plate: str, size: int, now: int) -> str:
 
 
 def _freedom(params: Tensor, anchor: Tensor) -> Tensor:
-    """Returns by how much the location of prior times evidence follows that of the evidence, ``(*batch, E)``."""
+    """Returns the share of the evidence's location in the location of prior times evidence, ``(*batch, E)``."""
     precision = relative_scale(params[..., 1].detach()).square().reciprocal()
     return precision / (precision + anchor[..., 1].detach().square().reciprocal())
 

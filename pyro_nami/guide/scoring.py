@@ -1,4 +1,4 @@
-"""The log density of given values of the latents, in one dense pass; and the tests and regressions that need it."""
+"""The log density of given values of the latents, in one dense pass; tests and regressions that use it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DensityGuide(LazyGuide):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Returns the part of `log_prob` that the guide's weights are in, or the rest, which the model gives.
+        """Returns the part of `log_prob` that depends on the guide's weights, or the rest.
 
         Args:
             weighted: which part.

@@ -1,4 +1,4 @@
-"""A call that is answered with the posterior of another call's data: which latents differ between the two."""
+"""How a call differs from the training call that answers it: which latents are hidden, and which are fresh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TrainedAnswer", "sites_of", "target_of"]
 
 
 class TrainedAnswer(NamedTuple):
-    """A call that is answered with the posterior of the data of training.
+    """A call that is answered with the posterior of the training data.
 
     Attributes:
         call: the call.
@@ -64,7 +64,7 @@ def target_of(
 
 
 def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
-    """Returns those of hidden latents that others are drawn given."""
+    """Returns the hidden latents that other latents are drawn given."""
     found, left = set[str](), [name for name in plan.rules if name not in hidden]
     while left:
         name = left.pop()
@@ -96,7 +96,7 @@ def sites_of(call: Any, plan: Plan) -> Mapping[str, Any]:
 
 
 def _extent(site: Mapping[str, Any]) -> tuple:
-    """Returns sizes of a site's batch and event dims, the full one where a plate is subsampled."""
+    """Returns the sizes of a site's batch dims and event dims, with full sizes of subsampled plates."""
     batch, fn = list(site["fn"].batch_shape), site["fn"]
     for frame in site["cond_indep_stack"]:
         if frame.vectorized and -frame.dim <= len(batch):

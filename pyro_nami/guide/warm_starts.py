@@ -1,4 +1,4 @@
-"""Warm starts of mode searches: where the search ended when the same data came before, as simulations do."""
+"""Warm starts of mode searches: where a search ended when the same data set came before, in an earlier epoch say."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.expansion import leading_shape
+from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["DataSets", "Starts"]
 
 # data sets whose warm starts are kept; ten times as many take a gigabyte
 MOST_KEPT = 2**17
-MOST_ELEMENTS = 2**22  # of one latent's warm starts, of all data sets together: 16 MB in float32
 
 
 class DataSets(NamedTuple):
-    """Which data sets a call has, and where they lie in its values.
+    """The data sets of a call: a key for each, and the batch dims in which they lie.
 
     Attributes:
         keys: a hash of each data set. Where two data sets have the same one, a search starts at a poor place.
@@ -36,7 +36,7 @@ class DataSets(NamedTuple):
     def of(
         cls, values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int
     ) -> DataSets | None:
-        """Returns those of observed values ``(*batch, *plates, *event)``; None if they are one."""
+        """Returns the data sets of observed values ``(*batch, *plates, *event)``; None for a single one."""
         leading = leading_shape(values, event_dims, nesting)
         batch = leading[: len(leading) - nesting]
         if batch.numel() == 1 or torch.jit.is_tracing():
@@ -64,7 +64,7 @@ class DataSets(NamedTuple):
 
 
 class Starts:
-    """Values of latents by the data that they belong to.
+    """Values of latents, stored by data set.
 
     Args:
         is_renewed: whether all are forgotten where there is no room for others, rather than these left out.
@@ -83,8 +83,9 @@ class Starts:
         self._kept: dict[str, Tensor] = {}
 
     def find(self, data: DataSets, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Returns what was noted, ``(*batch, *plates, *event)``; of other data ``others``, by default NaN; if all data
-        are others, these alone, by default nothing.
+        """Returns the stored values ``(*batch, *plates, *event)``.
+
+        Unknown data sets have the values of ``others``, by default NaN. If all are unknown, ``others`` are returned.
         """
         rows, found = [self._rows.get(key, -1) for key in data.keys], dict(others or {})
         if max(rows) < 0:
@@ -97,11 +98,10 @@ class Starts:
         return found
 
     def note(self, data: DataSets, values: Mapping[str, Tensor]) -> None:
-        """Takes in values of latents."""
+        """Stores values of latents."""
         new = {name: data.rows(name, value.detach()) for name, value in values.items()}
-        most = min(
-            MOST_KEPT, MOST_ELEMENTS // max(1, *(value[0].numel() for value in new.values()))
-        )
+        widest = max((value[0].numel() for value in new.values()), default=1)
+        most = min(MOST_KEPT, rows_in_memory(widest))
         if self.is_renewed and len(self._rows) + len(data.keys) > most:
             self._kept = {}
         if any(

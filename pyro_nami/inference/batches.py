@@ -65,7 +65,7 @@ class Simulations(NamedTuple):
         return Batch(*self.arguments(step), as_draws(values, self.simulator))
 
     def held_out(self, given: Any) -> Callable[[], Iterable[Batch]] | None:
-        """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
+        """Returns a function that yields held-out batches: simulated, the same in every run, or as given."""
         if given is None:
             return None
         if isinstance(given, int):
@@ -80,14 +80,14 @@ class Simulations(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Batches, one a step, and what another process needs to go on behind the one read last."""
+    """Batches, one a step, and the state by which another process goes on behind the batch read last."""
 
     batches: Iterator[Batch]
     state: dict[str, Any]
 
     @property
     def moved(self) -> float:
-        """The share of the latents that were others after the last epoch."""
+        """The share of the latents that moved after the last epoch."""
         return self.state.get("renewal", {}).get("moved", 0.0)
 
 
@@ -118,13 +118,13 @@ def stream_of(
 
 
 class _Shuffled:
-    """All simulations that there are, of which each iteration is an epoch: full batches, in a new order.
+    """All simulations at once: each iteration is an epoch, of full batches in a new order.
 
     Args:
         draws: the simulations.
         size: from the number of steps done before an epoch to the size of its batches.
-        renew: makes other simulations of all, after an epoch.
-        place: where it notes what another one needs to go on alike.
+        renew: returns the simulations of the next epoch.
+        place: where the state is noted by which another process goes on.
     """
 
     def __init__(
@@ -161,9 +161,9 @@ def _read(
 
 
 def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
-    """Yields what a data set holds, again and again; what an iterator holds, once.
+    """Yields the batches of a data set, again and again; the batches of an iterator once.
 
-    ``place`` is that of the batch read last: its position in its epoch, and the random numbers with which that began.
+    ``place`` gets the position of the last batch in its epoch, and the random state with which the epoch began.
     """
     skipped, now = place.get("position", 0), rng_state()
     if skipped:

@@ -44,12 +44,6 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-    if os.name == "posix":  # elsewhere folders cannot be opened
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -70,7 +64,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def structure_of(guide: Callable, parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns what must agree for weights to mean the same, in words: per site and per parameter.
+    """Returns a guide's structure in words, per site and per parameter; weights fit guides of the same structure.
 
     Sites are those of a guide with ``bayesnet`` and ``inverse``; others have parameters alone. Plate sizes may vary.
     """
@@ -90,7 +84,7 @@ def structure_of(guide: Callable, parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Raises ValueError, naming what differs, if a checkpoint is of another structure than the guide's own."""
+    """Raises ValueError, which names the differences, for a checkpoint of another structure than the guide's own."""
     if saved == own:
         return
     differing = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]

@@ -34,7 +34,7 @@ from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import bind
 from pyro_nami.inference.trackers import Tracker, callback
 from pyro_nami.inference.trainer import Trainer
-from pyro_nami.messages import warn
+from pyro_nami.messages import check_counts, warn
 
 __all__ = ["InferenceCompilation"]
 
@@ -92,7 +92,7 @@ class InferenceCompilation:
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self._optimization = optimization_of(optim, scheduler, clip_norm)
-        _check_counts(batch_size=batch_size(0) if callable(batch_size) else batch_size)
+        check_counts(batch_size=batch_size(0) if callable(batch_size) else batch_size)
         self.model = model
         self.guide = guide
         self.batch_size = batch_size
@@ -120,7 +120,7 @@ class InferenceCompilation:
 
     def evaluate_loss(self, *args: Any, num: int = 1000, **kwargs: Any) -> float:
         """Returns the loss on ``num`` fresh simulations at the model's arguments, in nats per simulation."""
-        _check_counts(num=num)
+        check_counts(num=num)
         trainer, simulations = self._set_up(_constant(args, kwargs))
         return trainer.mean_loss(simulations.total(num))
 
@@ -163,7 +163,7 @@ class InferenceCompilation:
         Raises:
             ValueError: as `step` does; or if the checkpoint is of another structure, naming the sites.
         """
-        _check_counts(steps=steps, validate_every=validate_every, checkpoint_every=checkpoint_every)
+        check_counts(steps=steps, validate_every=validate_every, checkpoint_every=checkpoint_every)
         _check_validation(validation, patience)
         if refresh:
             _check_refresh(refresh, args, data)
@@ -177,9 +177,10 @@ class InferenceCompilation:
         if refresh:
             renew = LatentMoves(simulations.at_start(), self.guide, refresh)
         stream = stream_of(simulations, ahead, data, place, trainer.processes, renew)
-        log = callback(tracker)
+        first = trainer.processes.first
+        log = callback(tracker if first else None)
         plan = _Schedule(
-            ahead, validate_every, patience, checkpoint, checkpoint_every, log, progress
+            ahead, validate_every, patience, checkpoint, checkpoint_every, log, progress and first
         )
         _train(trainer, stream, held_out, plan)
         return trainer.history
@@ -204,7 +205,7 @@ class InferenceCompilation:
 
 
 class _Schedule(NamedTuple):
-    """When training does what, in steps, and whom it tells."""
+    """When training validates, stops and writes checkpoints, in steps, and where it logs."""
 
     ahead: range
     validate_every: int
@@ -222,11 +223,10 @@ def _train(
     plan: _Schedule,
 ) -> None:
     """Takes the steps of a plan, until its patience or the batches end."""
-    history = trainer.history
-    done = plan.ahead.start
-    last = plan.ahead.stop
-    log, show = (plan.log, plan.progress) if trainer.processes.first else (callback(None), False)
-    with tqdm(total=last, initial=done, desc="compiling", disable=not show, mininterval=0.2) as bar:
+    history, log = trainer.history, plan.log
+    done, last = plan.ahead.start, plan.ahead.stop
+    hidden = not plan.progress
+    with tqdm(desc="compiling", initial=done, total=last, disable=hidden, mininterval=0.2) as bar:
         while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
             done += 1
             log("loss", trainer.step(batch), done)
@@ -256,9 +256,7 @@ def _save(trainer: Trainer, stream: Stream, checkpoint: str | Path | None) -> No
         return
     own, *others = trainer.processes.gather({"rng": rng_state(), "stream": stream.state})
     if trainer.processes.first:
-        save_checkpoint(
-            checkpoint, {**trainer.state(), **own, **({"others": others} if others else {})}
-        )
+        save_checkpoint(checkpoint, {**trainer.state(), **own, "others": others})
 
 
 def _resume(
@@ -287,15 +285,9 @@ def _constant(args: tuple, kwargs: dict[str, Any]) -> Arguments:
     return lambda step: (args, kwargs)
 
 
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if not (isinstance(value, int) and value > 0):
-            raise ValueError(f"Expected {name} to be a positive number; got {value!r}.")
-
-
 def _check_validation(validation: Any, patience: int | None) -> None:
     if isinstance(validation, int):
-        _check_counts(validation=validation)
+        check_counts(validation=validation)
     if patience is not None and validation is None:
         raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
 

@@ -45,7 +45,7 @@ from pyro_nami.inference.weighed_run import (
     whole,
 )
 from pyro_nami.inference.weighted_samples import WeightedSamples, warn_of_bad
-from pyro_nami.messages import OneByOne, warn
+from pyro_nami.messages import OneByOne, check_counts, warn
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws
 from pyro_nami.program.memory import rows_in_memory
@@ -108,7 +108,7 @@ def importance_sample(
         >>> importance_sample(model, guide, num_samples=100).log_evidence
         tensor(-2.2655)
     """
-    _check_counts(num_samples=num_samples, chunk_size=1 if chunk_size is None else chunk_size)
+    check_counts(num_samples=num_samples, chunk_size=chunk_size)
     target = Target(model, guide, args, kwargs, prior_share=defensive)
     ours = max(1, math.floor((1 - defensive) * num_samples))
     target = replace(target, prior_share=1 - ours / num_samples)
@@ -118,14 +118,6 @@ def importance_sample(
     )
     warn_of_bad(result)
     return result
-
-
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"Expected {name} to be an int; got {value!r}.")
-        if value < 1:
-            raise ValueError(f"Expected {name} to be at least 1; got {value}.")
 
 
 class _Draws(NamedTuple):

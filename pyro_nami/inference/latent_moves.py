@@ -44,8 +44,8 @@ WORTH = 0.1
 # them in vain; at ten times less, a few joint draws take as many runs as many do.
 FEW = 1000
 TRIES = 10  # calls in which a guide is checked; its first draws may be so far off that rounding alone is found
-# Elements of all tensors that are computed for a draw of the guide, of more of which latents move in a share of the
-# calls. At ten times more, moves by quadrature take most of the time of training.
+# Elements of all tensors computed for a draw of the guide; latents move every k-th call where there are k times
+# as many. At ten times more, moves by quadrature take most of the time of training.
 WORK = 2**15
 
 
@@ -97,13 +97,12 @@ class LatentMoves:
                 self._proposal = self._checked(few, state)
         if self._proposal is None:
             return draws
-        state["due"] += state["share"]
-        if state["due"] < 1:
+        state["calls"] += 1
+        if state["calls"] % state["period"]:
             return draws
-        state["due"] -= 1
         values = (*draws.latents.values(), *draws.observed.values())
         chunks = draws.in_batches(rows_in_memory(sum(value[0].numel() for value in values)))
-        at_once = self.num if draws.num <= FEW and state["share"] == 1 else 1
+        at_once = self.num if draws.num <= FEW and state["period"] == 1 else 1
         with pyro.validation_enabled(False):
             found = [self._chain(self._proposal, chunk, at_once) for chunk in chunks]
         state["moved"] = torch.cat([moved for _, moved in found]).double().mean().item()
@@ -123,8 +122,8 @@ class LatentMoves:
             if not all(map(_is_simulated, proposal.single.model.values())):
                 state["tries"] = 0
             elif proposal.difference(2) is None:
-                state.setdefault("share", min(1.0, WORK / elements_of_a_draw(proposal)))
-                state.setdefault("due", 0.0)
+                state.setdefault("period", math.ceil(elements_of_a_draw(proposal) / WORK))
+                state.setdefault("calls", 0)
                 return proposal
         except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             pass
@@ -141,7 +140,7 @@ class LatentMoves:
             at_once: draws of the guide in one run.
         """
         draws = draws.to(self.simulator.device)
-        latents, moved = draws.latents, torch.zeros(draws.num, dtype=torch.bool)
+        latents, moved = draws.latents, torch.zeros(draws.num, dtype=torch.bool, device="cpu")
         try:
             proposal = proposal.on(draws.observed)
             now = {

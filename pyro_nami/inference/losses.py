@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,9 +26,9 @@ class CompilationLoss(nn.Module):
     outer plate, and takes ``observations=``, as for `CSIS`.
 
     Attributes:
-        derived: what stands for the part of latents with conditionals derived from the model, in nats: it has no
-            weights, and thus need not be computed to train. None where it is to be computed, as it is with arguments
-            other than ``arguments``.
+        derived: mean loss of the latents with conditionals derived from the model, in nats. They have no weights, so
+            this constant takes their place in training. None where their loss is to be computed, as it is with other
+            arguments than ``arguments``.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -59,34 +58,29 @@ class CompilationLoss(nn.Module):
 
         Beyond a million nats it goes on by its logarithm: few simulations are not to outweigh all others.
         """
-        brief = self.derived is not None and not whole and self._are_same(args, kwargs)
+        same = _identities(args, kwargs) == _identities(*self.arguments)
+        guide: Any = self.guide
         kwargs = {**kwargs, "observations": draws.observed}
-        if brief:
-            guide: Any = self.guide
-            log_prob = (
-                guide.log_prob_of(True, draws.latents, draws.sites, *args, **kwargs) - self.derived
-            )
-        elif hasattr(self.guide, "log_prob"):
-            log_prob = self.guide.log_prob(draws.latents, *args, **kwargs)
+        if self.derived is not None and same and not whole:
+            learned = guide.log_prob_of(True, draws.latents, draws.sites, *args, **kwargs)
+            log_prob = learned - self.derived
+        elif hasattr(guide, "log_prob"):
+            log_prob = guide.log_prob(draws.latents, *args, **kwargs)
         else:
-            log_prob = torch.stack(
-                list(site_log_probs(self.guide, draws, args, kwargs).values())
-            ).sum(0)
+            by_site = site_log_probs(guide, draws, args, kwargs)
+            log_prob = torch.stack(list(by_site.values())).sum(0)
         if log_prob.shape != (draws.num,):
             raise ValueError(
                 f"Expected log densities of shape ({draws.num},) of the guide; got {tuple(log_prob.shape)}."
             )
-        # of which one may be at the end of what is a number
+        # a loss may be at the largest number
         beyond = (-log_prob / LARGE).clamp(min=1)
         return torch.where(beyond > 1, LARGE * (1 + beyond.log()), -log_prob)
 
-    def _are_same(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        before, before_by_name = self.arguments
-        if len(args) != len(before) or kwargs.keys() != before_by_name.keys():
-            return False
-        return all(map(operator.is_, args, before)) and all(
-            kwargs[key] is before_by_name[key] for key in kwargs
-        )
+
+def _identities(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[int], dict[str, int]]:
+    """Returns which objects these arguments are."""
+    return [id(value) for value in args], {name: id(value) for name, value in kwargs.items()}
 
 
 def site_log_probs(
@@ -105,9 +99,9 @@ def non_finite_sites(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> tuple[list[str], str]:
-    """Returns the sites at which log q or its gradient is not finite, and the one of the largest loss of all.
+    """Returns the sites at which log q or its gradient is not finite, and the site of the largest loss.
 
-    A sum that overflows comes from the latter.
+    A sum that overflows comes from the site of the largest loss.
     """
     guilty, log_probs = [], site_log_probs(guide, draws, args, kwargs)
     for name, log_prob in log_probs.items():

@@ -44,8 +44,9 @@ class Observations:
 
     def __init__(self, given: Mapping[str, Any], sites: Mapping[str, Any], nesting: int) -> None:
         self.num: int | None = None
-        self._shared: dict[str, Tensor] = {}  # of all data sets, the own shape
-        self._several: dict[str, Tensor] = {}  # (data sets, *plates, *event)
+        self._values: dict[
+            str, Tensor
+        ] = {}  # of the own shape for all data sets, or (data sets, *plates, *event)
         self._shapes = {
             name: site["fn"].shape() for name, site in sites.items() if not is_fixed(site)
         }
@@ -56,10 +57,9 @@ class Observations:
                     f"Expected observations of the model's sites, {known}; got one of '{name}'."
                 )
             value = as_tensor(name, value, sites[name]["value"])
-            if value.shape == self._shapes[name]:
-                self._shared[name] = value
-            else:
-                self._several[name] = self._batch(name, value, sites[name], nesting)
+            if value.shape != self._shapes[name]:
+                value = self._batch(name, value, sites[name], nesting)
+            self._values[name] = value
 
     def _batch(self, name: str, value: Tensor, site: Any, nesting: int) -> Tensor:
         try:
@@ -81,14 +81,15 @@ class Observations:
 
     def one(self, index: int = 0) -> dict[str, Tensor]:
         """Returns the values of one data set, of the sites' own shapes."""
-        own = {
-            name: value[index].reshape(self._shapes[name]) for name, value in self._several.items()
-        }
-        return {**self._shared, **own}
+        rows = self.batch(slice(index, index + 1))
+        return {name: value.reshape(self._shapes[name]) for name, value in rows.items()}
 
     def batch(self, rows: slice | Tensor = slice(None)) -> dict[str, Tensor]:
         """Returns the values of some data sets: ``(data sets, *plates, *event)``, or the own shape if of all."""
-        return {**self._shared, **{name: value[rows] for name, value in self._several.items()}}
+        return {
+            name: value if value.shape == self._shapes[name] else value[rows]
+            for name, value in self._values.items()
+        }
 
 
 def as_mapping(observations: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -124,6 +125,6 @@ def as_tensor(name: str, given: Any, like: Tensor) -> Tensor:
 def observed_names(
     observed: str | Iterable[str], guide: Any = None, observations: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Returns the sites to condition on: those named, those that a guide was built for, and those with a value."""
+    """Returns the sites to condition on: the sites named, the sites that a guide was built for, the sites observed."""
     named = (observed,) if isinstance(observed, str) else observed
     return tuple(dict.fromkeys((*named, *getattr(guide, "observed", ()), *observations)))

@@ -89,7 +89,7 @@ class Optimization:
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state` returned; raises ValueError if it is of an optimizer of another kind."""
+        """Loads a result of `state`; raises ValueError for the state of an optimizer of another kind."""
         if state.keys() != self.parts.keys():
             raise ValueError(
                 f"Expected a checkpoint with the state of {' and '.join(sorted(self.parts))}; got one with "

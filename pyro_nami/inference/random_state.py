@@ -25,7 +25,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Sets what `rng_state` returned; CUDA generators only where there are as many devices."""
+    """Sets a result of `rng_state`; CUDA generators only where there are as many devices."""
     torch.set_rng_state(state["torch"])
     if (
         state["cuda"]

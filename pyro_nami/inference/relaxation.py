@@ -156,7 +156,7 @@ class RelaxedELBO(ELBO):
         return self._relaxed("differentiable_loss", model, guide, args, kwargs)  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what `load_state_dict` takes to go on at the same temperature."""
+        """Returns the state by which `load_state_dict` goes on at the same temperature."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -30,7 +30,7 @@ class SiteForm(NamedTuple):
 
 
 def site_forms(simulator: Simulator) -> dict[str, SiteForm]:
-    """Returns the form of every site of a model. Discrete sites, and those of varying support, are left as they are."""
+    """Returns the form of every site of a model; discrete sites and sites of varying support keep their values."""
     runs = [simulator.sites() for _ in range(2)]
     forms = {}
     for name in (*simulator.latent, *simulator.observed):

@@ -29,7 +29,7 @@ from pyro_nami.inference.site_messages import (
     with_idle_dims,
 )
 from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
-from pyro_nami.messages import warn
+from pyro_nami.messages import check_counts, warn
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws, of_rank
 from pyro_nami.program.runner import Runner
@@ -187,8 +187,7 @@ class Simulator:
             ValueError: naming a site whose distribution fails to be sampled (a `Categorical` with NaN for
                 probabilities, say), or that is not in every run, or not of the shape of its plates.
         """
-        if not (isinstance(num, int) and num > 0):
-            raise ValueError(f"Expected a positive number of draws; got {num!r}.")
+        check_counts(num=num)
         if self.vectorized:
             sites = self._batch(num, latents)
             values = {name: sites[name]["value"] for name in self.single}
@@ -325,7 +324,7 @@ def _is_trained(param: Any) -> bool:
 
 
 def _is_name(site: Mapping[str, Any]) -> bool:
-    """Whether a site is a value and no data, as deterministic ones are, and those that a reparametrization leaves."""
+    """Whether a site only names a value: a deterministic site, or the Delta that a reparametrization leaves."""
     left = is_delta(site["fn"]) and any(
         getattr(layer, "_mask", None) is False for layer in layers(site["fn"])
     )

@@ -19,7 +19,7 @@ from torch.distributions import Distribution, Independent, TransformedDistributi
 from pyro_nami.factors.wrappers import base_of, layers
 from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.runner import own_dims
+from pyro_nami.program.plate_dims import own_dims
 
 __all__ = ["Simulated", "SimulatorModel", "from_simulator", "with_drawn_data"]
 
@@ -112,7 +112,7 @@ def _itself(value: Tensor) -> Tensor:
 def with_drawn_data(
     model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Sequence[str]
 ) -> Callable:
-    """Returns a model whose values at observed sites, if deterministic or a `Delta`, are draws; others as they are."""
+    """Returns a model whose observed sites that are deterministic, or a `Delta`, are draws; others are unchanged."""
     if isinstance(model, SimulatorModel) or not observed:
         return model
     sites: Mapping[str, Any] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from pyro.distributions import Delta
@@ -15,6 +15,7 @@ __all__ = [
     "OutsideSupport",
     "check_declared",
     "check_full_plates",
+    "check_latents",
     "is_delta",
     "log_density",
     "plate_names",
@@ -38,6 +39,15 @@ def check_full_plates(sites: Mapping[str, Any]) -> None:
                     f"Expected the full data; plate '{name}' holds {held} of {size} instances. Run the model without "
                     "subsample_size."
                 )
+
+
+def check_latents(whose: str, found: Collection[str], latents: Collection[str]) -> None:
+    """Raises ValueError where the sites of a guide, or of given draws, are not the model's latents."""
+    for name in sorted(set(found) ^ set(latents)):
+        raise ValueError(
+            f"Expected {whose} at every latent, {', '.join(map(repr, latents))}, and no other; got "
+            + (f"'{name}' as well." if name in found else f"none at '{name}'.")
+        )
 
 
 def is_delta(fn: Any) -> bool:

@@ -26,12 +26,14 @@ from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import (
     check_full_plates,
+    check_latents,
     is_delta,
     log_density,
     plate_nesting,
 )
 from pyro_nami.program.isolation import bounded_indices
-from pyro_nami.program.runner import Runner, own_dims, takes_observations
+from pyro_nami.program.plate_dims import own_dims
+from pyro_nami.program.runner import Runner, takes_observations
 from pyro_nami.program.site_values import any_value
 from pyro_nami.program.vectorized import Vectorized
 
@@ -49,12 +51,12 @@ _PLATES = ("_draws", "_data_sets")
 
 
 class Extent(NamedTuple):
-    """What one run is for: a number of draws for each of some data sets, or by default one draw for one of them.
+    """The batch of one run: a number of draws for each of some data sets, or by default one draw for one data set.
 
     Attributes:
         sizes: ``(draws, *data sets)``; ``()`` for one draw.
         data: observed site -> value, of the data sets.
-        contexts: what the run stands in, the plates of these dims.
+        contexts: context managers around the run: the plates of these dims.
     """
 
     sizes: tuple[int, ...] = ()
@@ -125,7 +127,7 @@ class Target:
         return Extent(data=self.data.one(row))
 
     def extent(self, draws: int, rows: slice | None = None) -> Extent:
-        """Returns the extent of draws for each data set of ``rows``; by default of all there are, if there is a dim."""
+        """Returns the extent of draws for each data set of ``rows``; by default of all data sets."""
         if rows is None and self.data.num is not None:
             rows = slice(0, self.data.num)
         sizes = (draws,) if rows is None else (draws, rows.stop - rows.start)
@@ -166,11 +168,7 @@ class Target:
         sites = {
             name: site for name, site in run.items() if name in values or not is_delta(site["fn"])
         }
-        for name in sorted(sites.keys() ^ values.keys()):
-            raise ValueError(
-                f"Expected a guide with the model's latents, {', '.join(map(repr, values))}; "
-                + (f"it has '{name}' as well." if name in sites else f"it lacks '{name}'.")
-            )
+        check_latents("a guide with a density", sites, values)
         log_probs = {
             name: scale_and_mask(log_density(site), mask=site["mask"])
             for name, site in sites.items()
@@ -178,7 +176,7 @@ class Target:
         return per_draw(log_probs, extent)
 
     def defended(self, log_q: Tensor, log_prior: Tensor) -> Tensor:
-        """Returns the log density of the mixture of guide and prior, by those of its parts."""
+        """Returns the log density of the mixture of guide and prior, by the log densities of both."""
         if not self.prior_share:
             return log_q
         return torch.logaddexp(
@@ -235,9 +233,13 @@ def _run(
 def run_for_many(
     target: Target, difference: Callable[[Target], str | None]
 ) -> tuple[Target, str | None]:
-    """Returns the target, with its model, and the guide's, in `Vectorized` where only so it can be run for many draws.
+    """Returns a target that is run for many draws, and None; or the target as it is, and why this fails.
 
-    Behind it, why it cannot: what ``difference`` says of the model; None where batched runs are as single ones are.
+    The model, and the guide's, are in `Vectorized` where they can only be run for many draws so.
+
+    Args:
+        target: a model and a guide.
+        difference: from a target to where its batched runs differ from single ones; None if nowhere.
     """
     reason = difference(target)
     # the first may draw at no site
@@ -289,5 +291,5 @@ def per_draw(log_probs: Mapping[str, Tensor], extent: Extent) -> dict[str, Tenso
 
 
 def in_one_line(error: Exception) -> str:
-    """Returns what a warning tells of an error."""
+    """Returns an error as one line of a warning."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"

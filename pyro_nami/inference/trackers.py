@@ -20,7 +20,7 @@ class Tracker(Protocol):
 def callback(
     tracker: Tracker | Callable[[str, float, int], Any] | None,
 ) -> Callable[[str, float, int], Any]:
-    """Returns the function that takes what is logged; without a tracker one that forgets it."""
+    """Returns a tracker as a function of name, value and step; without a tracker, a function that does nothing."""
     if tracker is None:
         return lambda name, value, step: None
     return tracker if callable(tracker) else tracker.log
@@ -43,7 +43,7 @@ class TensorBoardTracker:
         self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is pending."""
+        """Writes pending events to the disk."""
         self.writer.close()
 
 

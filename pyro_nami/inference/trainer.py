@@ -118,12 +118,12 @@ class Trainer:
         return mean <= errors * math.sqrt(max(square / num - mean**2, 0.0) / num)
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean loss over all finite simulations of this process; warns of those left out."""
+        """Returns the mean loss over all finite simulations of this process; warns of the others."""
         return float(self._losses(batches).mean())
 
     @torch.no_grad()
     def _losses(self, batches: Iterable[Batch]) -> Tensor:
-        """Returns the losses of all finite simulations of this process, in float64; warns of those left out."""
+        """Returns the losses of all finite simulations of this process, in float64; warns of the others."""
         losses, seen = [], History()
         with _out_of_sight():
             for args, kwargs, draws in batches:
@@ -203,7 +203,7 @@ class Trainer:
         _copy(self.optimization.parameters, self.finite)
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of all this."""
+        """Returns the state for a checkpoint."""
         return {
             "structure": structure_of(self.guide, self.parameters),
             "guide": self.weights(),
@@ -215,7 +215,7 @@ class Trainer:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state` returned, or starts anew from nothing; raises ValueError if it is another guide's."""
+        """Loads a result of `state`, or starts anew from an empty one; raises ValueError for another guide's."""
         if state:
             check_structure(state["structure"], structure_of(self.guide, self.parameters))
             self.load_weights(state["guide"])

@@ -1,4 +1,4 @@
-"""One run of a guide and one of the model at its draws: log densities, and which of them are not finite."""
+"""A run of a guide, and a run of the model at the guide's draws, with log densities, which are checked."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def weighed_run(
     values: Mapping[str, Tensor] | None = None,
     weigh: Weigh | None = None,
 ) -> Weighed:
-    """Runs the guide, at its own draws or at given values, and the model at the guide's; or what ``weigh`` does.
+    """Runs the guide, at its own draws or at given values, and the model at the guide's; or runs ``weigh``.
 
     Where distributions refuse some draws, and the model's log density is NaN there, it stays so, at other values.
 
@@ -108,7 +108,7 @@ def _draws_of(flags: Mapping[str, Tensor], extent: Extent) -> Tensor:
 
 
 def _filled(run: Weighed, lost: Tensor) -> dict[str, Tensor]:
-    """Returns the draws of a run, those that are lost exchanged for one that is not."""
+    """Returns the draws of a run, where a good draw takes the place of all that are lost."""
     found, good = {}, (~lost).flatten().nonzero()[0]
     for name, site in (run.guide or run.model).items():
         if not site["is_observed"]:

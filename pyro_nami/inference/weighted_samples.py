@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
 from pyro_nami.inference.summaries import table_of
-from pyro_nami.messages import warn
+from pyro_nami.messages import check_counts, warn
 
 __all__ = [
     "K_MAX",
@@ -35,7 +35,7 @@ K_MAX = 0.7  # k-hat above which no practical number of draws gives a stable est
 
 
 class Pool(NamedTuple):
-    """What is left to tell of weights by which draws were resampled, ``(*data sets)``.
+    """Errors that draws have from the weights by which they were resampled, ``(*data sets)``.
 
     Attributes:
         evidence: variance of the log evidence by them, nats squared.
@@ -50,12 +50,12 @@ class Pool(NamedTuple):
 
     @classmethod
     def none(cls, like: Tensor) -> Pool:
-        """Returns what leaves all as it is."""
+        """Returns the pool of draws that were not resampled."""
         return cls(torch.zeros_like(like), torch.zeros_like(like), torch.full_like(like, -math.inf))
 
     @classmethod
     def unknown(cls, like: Tensor) -> Pool:
-        """Returns what says that no weights are known."""
+        """Returns the pool of draws whose weights are not known."""
         return cls(like * math.nan, torch.zeros_like(like), like * math.nan)
 
 
@@ -187,21 +187,17 @@ class WeightedSamples:
             probabilities.shape + value.shape[1:]
         )
 
-    def resample(
-        self, num: int, generator: torch.Generator | None = None, *, smoothed: bool = True
-    ) -> dict[str, Tensor]:
+    def resample(self, num: int, *, smoothed: bool = True) -> dict[str, Tensor]:
         """Returns draws of equal weight, site -> ``(num, *data sets, *site shape)``, in random order.
 
         Each draw, of all sites together, comes up its expected number of times, rounded up or down; see `resampled`.
 
         Args:
             num: number of draws, with repetitions.
-            generator: random numbers, on the device of the weights; torch's own by default.
             smoothed: whether to resample by the smoothed weights.
         """
-        if num < 1:
-            raise ValueError(f"Expected num to be at least 1; got {num}.")
-        index = resampled(self._weights(smoothed).reshape(self.num_samples, -1), num, generator)
+        check_counts(num=num)
+        index = resampled(self._weights(smoothed).reshape(self.num_samples, -1), num)
         index = index.reshape(num, *self.log_weights.shape[1:])
         return {
             name: value.gather(0, _over(index, value).expand(num, *value.shape[1:]))
@@ -215,7 +211,7 @@ class WeightedSamples:
         log_weights = self.log_evidence.expand(num, *self.log_evidence.shape)
         return WeightedSamples(self.resample(num), log_weights, self.plates, pool)
 
-    def to_arviz(self, num: int | None = None, generator: torch.Generator | None = None) -> Any:
+    def to_arviz(self, num: int | None = None) -> Any:
         """Returns resampled draws as ArviZ's ``InferenceData`` (from 1.0 on xarray's ``DataTree``).
 
         One chain of draws of equal weight, with plates as named dims; a batch of data sets is the dim ``data_set``,
@@ -223,7 +219,6 @@ class WeightedSamples:
 
         Args:
             num: number of draws; as many as there are samples by default.
-            generator: as in `resample`.
 
         Raises:
             ImportError: ArviZ is not installed.
@@ -232,15 +227,14 @@ class WeightedSamples:
             import arviz
         except ImportError as error:
             raise ImportError("to_arviz needs ArviZ: pip install pyro-nami[arviz]") from error
-        drawn = self.resample(self.num_samples if num is None else num, generator)
+        drawn = self.resample(self.num_samples if num is None else num)
         named = {name: self._named(name, value) for name, value in drawn.items()}
         posterior = {name: value[None].cpu().numpy() for name, (value, _) in named.items()}
-        groups: Any = {"posterior": posterior}
-        options: Any = {"dims": {name: dims for name, (_, dims) in named.items()}}
+        dims = {name: names for name, (_, names) in named.items()}
         if "posterior" in inspect.signature(arviz.from_dict).parameters:  # before 1.0
-            result = arviz.from_dict(**groups, **options)
+            result = arviz.from_dict(posterior=posterior, dims=dims)
         else:
-            result = arviz.from_dict(groups, **options)
+            result = arviz.from_dict({"posterior": posterior}, dims=dims)
         for key in ("log_evidence", "log_evidence_error", "pareto_k", "effective_sample_size"):
             values = getattr(self, key).cpu().numpy()
             result["posterior"].attrs[key] = values.reshape(-1) if values.ndim else values.item()
@@ -262,7 +256,7 @@ class WeightedSamples:
     # ---- for the reader
 
     def summary(self, prob: float = 0.9) -> str:
-        """Returns what the weights say, and a table of the posterior: a line for each element of each site, to print.
+        """Returns a text with the verdict of the weights and a table of the posterior, a line for each element.
 
         Args:
             prob: of the central interval.
@@ -336,7 +330,7 @@ def warn_of_bad(drawn: WeightedSamples, advice: str | None = None) -> None:
         )
 
 
-def resampled(weights: Tensor, num: int, generator: torch.Generator | None = None) -> Tensor:
+def resampled(weights: Tensor, num: int) -> Tensor:
     """Returns indices of draws ``(num, data sets)`` by their weights ``(draws, data sets)``, in random order.
 
     By systematic resampling (Kitagawa 1996, "Monte Carlo Filter and Smoother for Non-Gaussian Nonlinear State Space
@@ -344,12 +338,10 @@ def resampled(weights: Tensor, num: int, generator: torch.Generator | None = Non
     """
     cumulative = weights.double().T.cumsum(-1)
     cumulative = (cumulative / cumulative[:, -1:]).contiguous()
-    rows = len(cumulative)
-    options: Any = {"dtype": torch.float64, "device": weights.device, "generator": generator}
-    steps = torch.arange(num, dtype=torch.float64, device=weights.device)
-    positions = (steps + torch.rand(rows, 1, **options)) / num
-    index = torch.searchsorted(cumulative, positions, right=True).clamp(max=len(weights) - 1)
-    return index.gather(-1, torch.rand(rows, num, **options).argsort(-1)).T  # a random order
+    offset = torch.rand_like(cumulative[:, :1])
+    order = torch.rand_like(offset.expand(-1, num)).argsort(-1)
+    positions = (order + offset) / num
+    return torch.searchsorted(cumulative, positions, right=True).clamp(max=len(weights) - 1).T
 
 
 def _over(weights: Tensor, value: Tensor) -> Tensor:

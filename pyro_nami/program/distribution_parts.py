@@ -19,7 +19,7 @@ from pyro_nami.factors.wrappers import base_of
 
 __all__ = ["Parts", "arguments_of"]
 
-# Of which a distribution is given one.
+# Groups of parameters of which a distribution is given one.
 _ONE_OF = (
     ("logits", "probs"),
     ("scale_tril", "covariance_matrix", "precision_matrix"),

@@ -87,7 +87,7 @@ def is_partial(msg: Any) -> bool:
 
 
 def subsamples(nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the instances that a run, of which a trace has these nodes, saw of each plate that it saw a part of."""
+    """Returns plate name -> indices, for every plate that the traced run subsampled."""
     plates = ((name, site) for name, site in nodes.items() if site_is_subsample(site))
     return {name: site["value"] for name, site in plates if len(site["value"]) < site["fn"].size}
 

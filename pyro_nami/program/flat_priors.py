@@ -23,8 +23,8 @@ __all__ = ["CUT", "MOST_LOST", "Flat", "flat_prior", "improper_posterior", "is_i
 # and log densities by 1e-4 nats. Ten times as much would show in 10,000 draws.
 MOST_LOST = 1e-4
 CUT = "the bounds of its flat prior cut off {:.1g} of what data leave"
-# of the way between the bounds, at most: the length of a unit offset, which stays within them
-_STEP = 0.05
+# most that an offset of one takes of the way between the bounds; offsets of ten times as much would leave them
+STEP = 0.05
 
 
 class Flat(NamedTuple):
@@ -40,7 +40,7 @@ class Flat(NamedTuple):
 
     def step(self) -> Tensor:
         """Returns the length of a unit offset: 1, or less where bounds are near to each other."""
-        return (_STEP * (self.high - self.low)).clamp(max=1.0).amin()
+        return (STEP * (self.high - self.low)).clamp(max=1.0).amin()
 
     def within(self, value: Tensor) -> Tensor:
         """Returns values moved to where the density is that of the prior, off the bounds by a thousandth."""

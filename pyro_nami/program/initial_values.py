@@ -21,18 +21,24 @@ from pyro_nami.factors.bijections import bijection_to, is_interval, peel_support
 from pyro_nami.program.first_run import first_run, subsamples
 from pyro_nami.program.flat_priors import is_improper
 from pyro_nami.program.isolation import forked_rng, untouched
+from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.program import Program
 from pyro_nami.program.site_values import any_value
 
 __all__ = ["likely_start", "near_origin"]
 
-_DRAWS = 4  # about each start
-_OF_PRIOR, _ELEMENTS = 101, 2**22  # draws whose median is taken, and the most numbers in them
-_FAR = 0.5  # in unconstrained space; less is no other start
-_BETTER, _ERRORS = 1.0, 2.0  # nats, and standard errors
-_ROUNDS = 2  # over all kinds, at most
-_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of the way to a median
-_INFINITE = 64.0  # in unconstrained space, how far draws are that rounding takes to a bound
+# runs about each start, all of which have to be better; ten times more would take as much longer
+RUNS = 4
+# draws of a prior whose median is taken; of ten times fewer it would be off by half a standard deviation
+PRIOR_DRAWS = 101
+# distance of a median from the origin, in unconstrained space; nearer ones are no other start
+FAR = 0.5
+# nats by which the mean of runs has to be better; ten times more would leave small data sets at the origin
+BETTER = 1.0
+# parts of the way to a median; without the shorter ones, vague priors would take latents beyond the data
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
+# where draws are taken to be, in unconstrained space, that rounding has moved to a bound; the order of log(eps^2)
+INFINITE = 64.0
 
 
 def near_origin(site: Any) -> Tensor:
@@ -79,17 +85,13 @@ def likely_start(program: Program, scale: float) -> poutine.Trace:
         whole = ways.likelihoods(dict.fromkeys(map(_kind, latent), 1.0), scale)
         if _is_better(whole - here):
             at, here = dict.fromkeys(ways.shares, 1.0), whole
-        for _ in range(_ROUNDS):
-            before = at
-            for kind, share in [(name, each) for name in ways.shares for each in ways.shares[name]]:
-                if share == at.get(kind, 0.0):
-                    continue
-                other = {**at, kind: share}
-                there = ways.likelihoods(other, scale)
-                if _is_better(there - here):
-                    at, here = other, there
-            if at == before:
-                break
+        for kind, share in [(name, each) for name in ways.shares for each in ways.shares[name]]:
+            if share == at.get(kind, 0.0):
+                continue
+            other = {**at, kind: share}
+            there = ways.likelihoods(other, scale)
+            if _is_better(there - here):
+                at, here = other, there
     return ways.run(at, 0.0) if any(at.values()) else first
 
 
@@ -120,8 +122,8 @@ class _WaysToMedians:
             place = transform.inv(self._latent[site["name"]])
             if kind in at:
                 median, nearest = _median(site["fn"], transform)
-                if median.abs().max() > _FAR:
-                    self.shares[kind] = (0.0, *(share for share in _SHARES if share >= nearest))
+                if median.abs().max() > FAR:
+                    self.shares[kind] = (0.0, *(share for share in SHARES if share >= nearest))
                 place = place + at[kind] * median
             return transform(place + scale * _narrowness(site["fn"]) * torch.randn_like(place))
 
@@ -130,7 +132,7 @@ class _WaysToMedians:
     def likelihoods(self, at: Mapping[str, float], scale: float) -> Tensor:
         """Returns the log density of the data in each of a few such runs, in nats; least where a run fails."""
         found = []
-        for seed in range(_DRAWS):
+        for seed in range(RUNS):
             pyro.set_rng_seed(seed)
             try:
                 trace = self.run(at, scale)
@@ -147,7 +149,7 @@ class _WaysToMedians:
 
 
 def _is_better(gain: Tensor) -> bool:
-    return bool(gain.mean() > max(_BETTER, _ERRORS * float(gain.std()) / len(gain) ** 0.5))
+    return bool((gain > 0).all() and gain.mean() > BETTER)
 
 
 def _is_real(fn: Any) -> bool:
@@ -171,7 +173,7 @@ def _median(fn: Any, transform: Any) -> tuple[Tensor, float]:
     to what share of the way there draws from the prior come near the origin, as those of vague ones do.
     """
     shape = transform.inverse_shape(fn.shape())
-    num = min(_OF_PRIOR, _ELEMENTS // max(1, shape.numel()))
+    num = min(PRIOR_DRAWS, rows_in_memory(shape.numel()))
     try:
         if _is_real(fn) and fn.mean.isfinite().all():
             return fn.mean.detach(), 1.0
@@ -185,6 +187,6 @@ def _median(fn: Any, transform: Any) -> tuple[Tensor, float]:
             draws = None
     if draws is None:
         return torch.zeros(()), 1.0
-    draws = transform.inv(draws).nan_to_num(0.0, _INFINITE, -_INFINITE)
+    draws = transform.inv(draws).nan_to_num(0.0, INFINITE, -INFINITE)
     median = draws.median(0).values
     return median, float((draws.abs().amin(0) / median.abs()).nan_to_num(1.0).max())

@@ -49,9 +49,8 @@ def random_layers(*roots: Any) -> list[nn.Module]:
         >>> random_layers(dropout), random_layers(dropout.eval())
         ([Dropout(p=0.5, inplace=False)], [])
     """
-    modules = [module for root in _modules(roots) for module in root.modules()]
-    found = {id(module): module for module in modules if module.training and _share(module)}
-    return list(found.values())
+    modules = (module for root in _modules(roots) for module in root.modules())
+    return list(dict.fromkeys(each for each in modules if each.training and _share(each)))
 
 
 @contextmanager

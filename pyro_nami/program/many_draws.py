@@ -17,8 +17,9 @@ from torch import Tensor
 from pyro_nami.program.masks import rounding_of
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
+from pyro_nami.program.vectorized import Vectorized, unmapped
 
-__all__ = ["differing_site", "few_draws", "of_rank", "takes_many"]
+__all__ = ["differing_site", "few_draws", "for_many", "of_rank", "takes_many"]
 
 # draws of a run for many that is compared with single runs; one would not show that draws are mixed up
 FEWEST_DRAWS = 3
@@ -72,6 +73,16 @@ def _are_close(here: Tensor, there: Tensor, rounding: Tensor | None) -> bool:
     return bool(same.all())
 
 
+def for_many(program: Program, draws: Sequence[Mapping[str, Any]], nesting: int) -> Program | None:
+    """Returns a program that runs for many draws: as it is, or mapped by `Vectorized`; None if neither does.
+
+    See `takes_many`, by which this is decided.
+    """
+    mapped = program._replace(model=Vectorized(unmapped(program.model), nesting))
+    ways = (mapped,) if isinstance(program.model, Vectorized) else (program, mapped)
+    return next((way for way in ways if takes_many(way, draws, nesting)), None)
+
+
 def takes_many(program: Program, draws: Sequence[Mapping[str, Any]], nesting: int) -> bool:
     """Whether a run at several joint draws of all sites is what runs at each of them are.
 
@@ -103,7 +114,7 @@ def takes_many(program: Program, draws: Sequence[Mapping[str, Any]], nesting: in
 
 
 def of_rank(most: int) -> Callable[[Any], None]:
-    """Returns what ends a run at a site of more batch dims: ``p[z]`` in a chain would double them again and again."""
+    """Returns a `note` for `Runner` that raises at a site of more batch dims, as ``p[z]`` in a chain doubles them."""
 
     def note(msg: Any) -> None:
         if not site_is_subsample(msg) and len(msg["fn"].batch_shape) > most:

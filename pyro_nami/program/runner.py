@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from pyro.contrib.easyguide import EasyGuide
 from pyro.infer.autoguide import AutoGuide
-from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK, get_plates
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor, nn
 
 from pyro_nami.factors.completed import completed
 from pyro_nami.program.flat_priors import is_improper
+from pyro_nami.program.plate_dims import frames_of, own_dims
 from pyro_nami.program.site_values import any_value
 
 __all__ = [
@@ -33,8 +32,6 @@ __all__ = [
     "is_fixed",
     "make_whole",
     "needs_arguments",
-    "outer_sizes",
-    "own_dims",
     "signature_of",
     "takes_observations",
 ]
@@ -164,7 +161,7 @@ def make_whole(msg: Any) -> None:
     value = msg["value"]
     if not msg["is_observed"] or not isinstance(value, Tensor):
         return
-    if any(frame.vectorized and frame.size < 0 for frame in msg["cond_indep_stack"]):
+    if any(frame.size < 0 for frame in frames_of(msg)):
         msg["fn"] = fn.expand(
             torch.broadcast_shapes(fn.batch_shape, value.shape[: value.dim() - fn.event_dim])
         )
@@ -191,25 +188,6 @@ def changed_event_shape(name: str, before: torch.Size, now: torch.Size) -> str:
         f"Expected site '{name}' of event shape {tuple(before)}, as at the guide's first call; got {tuple(now)}. "
         "A guide's networks are fixed at its first call: make a new guide."
     )
-
-
-@contextmanager
-def own_dims() -> Iterator[None]:
-    """Lets plates take the same dims as anywhere else, whatever plates are around: their messages stay hidden."""
-    taken, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
-    try:
-        yield
-    finally:
-        _DIM_ALLOCATOR._stack = taken
-
-
-def outer_sizes(nesting: int) -> torch.Size:
-    """Returns the sizes of the plates around, to the left of a model's own ``nesting`` plate dims."""
-    if not any(isinstance(handler, IndepMessenger) for handler in _PYRO_STACK):
-        return torch.Size()
-    plates: list[Any] = [frame for frame in get_plates() if frame.vectorized]
-    sizes = {-frame.dim: frame.size for frame in plates}
-    return torch.Size(sizes.get(dim, 1) for dim in range(max(sizes, default=0), nesting, -1))
 
 
 def takes_observations(fn: Callable, *, is_guide: bool = False) -> bool:

@@ -15,8 +15,9 @@ from pyro_nami.factors.wrappers import without
 
 __all__ = ["any_value", "drawn", "redraw"]
 
-# Draws to find a value that differs, where the support cannot be enumerated (a Poisson of low rate).
-_REDRAWS = 20
+# draws to find a value that differs, where the support cannot be enumerated: of a Poisson with rate 0.1, all are equal
+# with probability 0.9^20 = 0.12; ten times fewer would often change nothing
+REDRAWS = 20
 
 
 def drawn(fn: Any) -> Any:
@@ -75,7 +76,7 @@ def redraw(fn: Any, base: Tensor) -> Tensor:
         tensor([1., 0., 0.])
     """
     value, fn = any_value(fn, base), without(fn, Independent)
-    for _ in range(_REDRAWS if value.shape == base.shape else 0):
+    for _ in range(REDRAWS if value.shape == base.shape else 0):
         stuck = _whole_event(value == base, fn.event_dim)
         if not stuck.any():
             break

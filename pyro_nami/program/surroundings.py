@@ -39,8 +39,6 @@ __all__ = ["PLAIN", "Surroundings"]
 
 # items of a container, and places in all; to compare 1,000 takes a millisecond of each training step
 MOST_ITEMS = 1000
-# objects that are looked into at one distance from the model; bounds the first call's time
-MOST_PARTS = 10_000
 # numbers of an array whose content is compared; larger arrays that are written to in place are not seen
 MOST_ARRAY = 2**16
 # distance from the model to a value: a method, its object, a dict in it and a tensor are four
@@ -49,7 +47,7 @@ LIBRARIES = frozenset({"torch", "pyro", "numpy", "pyro_nami"})  # whose code hol
 NAMESPACES = (SimpleNamespace, Namespace)  # classes of the standard library that hold data
 NUMBERS = (bool, int, float, str)
 PLAIN = (*NUMBERS, NoneType)
-# of a module, not its user's
+# attributes that torch sets on modules
 OWN_NAMES = frozenset({"training", "_parameters", "_buffers", "_modules"})
 MISSING = object()
 
@@ -131,7 +129,7 @@ class Surroundings:
                 fresh = {id(value): value for value in level if id(value) not in self._seen}
                 self._seen |= fresh
                 parts = (part for value in fresh.values() for part in self._parts(value))
-                level = list(itertools.islice(parts, MOST_PARTS))
+                level = list(itertools.islice(parts, 10 * MOST_ITEMS))
 
     # ---- then and now
 
@@ -351,7 +349,7 @@ def _copied(value: Any) -> Any:
 
 
 def _stamp(value: Any) -> Hashable:
-    """Returns what is another once a tensor, or an array that is not large, is written to."""
+    """Returns a value that changes when a tensor, or an array that is not large, is written to."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):

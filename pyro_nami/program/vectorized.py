@@ -21,7 +21,8 @@ from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from pyro_nami.program.distribution_parts import Parts
-from pyro_nami.program.runner import Runner, outer_sizes
+from pyro_nami.program.plate_dims import outer_sizes
+from pyro_nami.program.runner import Runner
 
 __all__ = ["Vectorized", "unmapped"]
 

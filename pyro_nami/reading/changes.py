@@ -11,18 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Transform
+from torch.distributions import Distribution, Independent, Transform
 from torch.distributions.constraints import Constraint
 
+from pyro_nami.factors.wrappers import without
 from pyro_nami.reading.covariates import parameters
 
-__all__ = ["any_along", "differs", "moved", "numbers_in", "same_support", "spread", "support_of"]
+__all__ = ["differs", "moved", "numbers_in", "same_support", "support_of"]
 
 # What log_prob raises where a distribution has none, or has none at this value.
 _NO_DENSITY = (NotImplementedError, KeyError, ValueError, RuntimeError)
 
 
-def moved(before: Any, after: Any, density_only: bool = False) -> Tensor:
+def moved(
+    before: Any,
+    after: Any,
+    *,
+    density_only: bool = False,
+    by_element: bool = False,
+    kept: dict[Any, Tensor] | None = None,
+) -> Tensor:
     """Returns which instances ``(*batch)`` of a site differ, to the bit, between its messages in two runs.
 
     Compared are its log density at the value of the first run, mask, scale, and data; and the parameters of its
@@ -32,6 +40,8 @@ def moved(before: Any, after: Any, density_only: bool = False) -> Tensor:
     Args:
         before, after: the messages.
         density_only: whether parameters do not count if there is a log density: they also show how sums were rounded.
+        by_element: whether elements that are independent by ``to_event`` are instances of their own.
+        kept: empty at first; keeps what was computed of ``before`` for comparisons with other runs.
 
     Example:
         >>> def site(loc):
@@ -40,12 +50,16 @@ def moved(before: Any, after: Any, density_only: bool = False) -> Tensor:
         >>> moved(site([0.0, 1.0]), site([0.0, 2.0]))
         tensor([False,  True])
     """
-    result = torch.zeros(before["fn"].batch_shape, dtype=torch.bool)
-    if after is None or (_is_number(before["scale"]) and before["scale"] != after["scale"]):
+    fn = without(before["fn"], Independent) if by_element else before["fn"]
+    result = torch.zeros(fn.batch_shape, dtype=torch.bool)
+    if after is None or _fixed(before) != _fixed(after):
         return torch.ones_like(result)
     # a copy, as transforms remember the values that they have drawn
     judged = torch.as_tensor(before["value"]).clone()
-    old, new = (_readings(site, judged, density_only) for site in (before, after))
+    old = {} if kept is None else kept
+    if not old:
+        old.update(_readings(before, judged, density_only, by_element))
+    new = _readings(after, judged, density_only, by_element)
     result = result.to(judged.device)
     for key in old.keys() | new.keys():
         if key not in old or key not in new or old[key].shape != new[key].shape:
@@ -54,11 +68,10 @@ def moved(before: Any, after: Any, density_only: bool = False) -> Tensor:
     return result
 
 
-def differs(before: Any, after: Any) -> bool:
-    """Whether a site, or its support, differs to the bit between its messages in two runs."""
-    return bool(moved(before, after, density_only=True).any()) or not same_support(
-        before["fn"], after["fn"]
-    )
+def differs(before: Any, after: Any, kept: dict[Any, Tensor]) -> bool:
+    """Whether a site, or its support, differs to the bit between its messages in two runs; see `moved`."""
+    rows = moved(before, after, density_only=True, kept=kept)
+    return bool(rows.any()) or not same_support(before["fn"], after["fn"])
 
 
 def same_support(a: Any, b: Any) -> bool:
@@ -96,9 +109,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float))
 
 
-def _readings(site: Mapping[str, Any], value: Tensor, density_only: bool) -> dict[Any, Tensor]:
+def _fixed(site: Mapping[str, Any]) -> list[Any]:
+    """Returns the mask and the scale of a site as far as they are no tensors."""
+    return [None if isinstance(site[key], Tensor) else site[key] for key in ("mask", "scale")]
+
+
+def _readings(
+    site: Mapping[str, Any], value: Tensor, density_only: bool, by_element: bool
+) -> dict[Any, Tensor]:
     """Returns all that decides a site's effect, ``(*batch, entries)`` each."""
-    fn, batch = site["fn"], site["fn"].batch_shape
+    fn = without(site["fn"], Independent) if by_element else site["fn"]
+    batch = fn.batch_shape
+    inner = (1,) * (len(batch) - len(site["fn"].batch_shape))
     found: dict[Any, Any] = {}
     with suppress(*_NO_DENSITY):
         found["log_prob"] = fn.log_prob(value).detach().unsqueeze(-1)
@@ -106,20 +128,11 @@ def _readings(site: Mapping[str, Any], value: Tensor, density_only: bool) -> dic
         # after log_prob, which makes a distribution keep parameters of the other kind, logits or probs
         found.update(parameters(fn))
     for key in ("mask", "scale"):
-        if isinstance(site[key], Tensor) and site[key].dim() <= len(batch):
-            found[key, ""] = site[key].detach().expand(batch).unsqueeze(-1)
+        if isinstance(site[key], Tensor) and site[key].dim() + len(inner) <= len(batch):
+            reading = site[key].detach().reshape(site[key].shape + inner)
+            found[key, ""] = reading.expand(batch).unsqueeze(-1)
     if site["is_observed"]:
         with suppress(RuntimeError):  # data of another shape
             data = torch.as_tensor(site["value"]).detach().expand(fn.shape())
             found["data", ""] = data.unsqueeze(-1).flatten(len(batch))
     return {key: reading for key, reading in found.items() if reading.shape[:-1] == batch}
-
-
-def any_along(rows: Tensor, dim: int) -> Tensor:
-    """Returns for which instances along ``dim`` of ``(*batch)`` any entry is True."""
-    return rows.movedim(dim, 0).unsqueeze(-1).flatten(1).any(1)
-
-
-def spread(rows: Tensor, dim: int) -> Tensor:
-    """Returns ``(size,)`` with its dim at ``dim``, counted from the right."""
-    return rows.reshape(rows.shape + (1,) * (-dim - 1))

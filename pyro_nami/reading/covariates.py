@@ -23,8 +23,11 @@ from pyro_nami.factors.wrappers import named_layers
 
 __all__ = ["MASK", "Argument", "Column", "ColumnSearch", "Given", "columns_of", "parameters"]
 
-_TOLERANCE = 1e-3
-_MOST_ROWS = 4096
+# relative norm of what other columns leave of one, below which it is no column of its own; at ten times more, columns
+# that are nearly collinear would be lost, at ten times less, rounding in single precision would show as columns
+TOLERANCE = 1e-3
+# instances that columns are compared in; ten times more take as much longer, ten times fewer may miss rare levels
+MOST_ROWS = 4096
 MASK = "mask"
 
 
@@ -157,7 +160,7 @@ def _unconstrained(value: Tensor, constraint: Any) -> Tensor:
     except (NotImplementedError, RuntimeError, ValueError):
         return value
     if free.shape == value.shape:
-        # without a look, for which a device is waited for
+        # without a branch on a value, which would wait for the device
         return torch.where(free.isfinite().all(), free, value)
     return free if free.isfinite().all() else value
 
@@ -226,7 +229,7 @@ class ColumnSearch:
         weights = torch.linalg.lstsq(design.cpu(), wanted.cpu(), driver="gelsd").solution.to(design)
         if (
             len(design) <= 2 * design.shape[1]
-            or (wanted - design @ weights).norm() > _TOLERANCE * wanted.norm()
+            or (wanted - design @ weights).norm() > TOLERANCE * wanted.norm()
         ):
             return False
         used = (weights.abs() > 1e-6 * weights.abs().amax(0)).any(1)
@@ -240,7 +243,7 @@ class ColumnSearch:
 
 
 def _some(rows: Tensor) -> Tensor:
-    return rows[:: -(-rows.shape[0] // _MOST_ROWS)]
+    return rows[:: -(-rows.shape[0] // MOST_ROWS)]
 
 
 def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
@@ -256,9 +259,9 @@ def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
     chosen: list[int] = []
     while len(chosen) < most:
         left, index = rest.norm(dim=0).max(0)
-        # one look, as a device has to be waited for
+        # one transfer, as each waits for the device
         left, entry = torch.stack([left, index.to(left)]).tolist()
-        if not left > _TOLERANCE:
+        if not left > TOLERANCE:
             break
         direction = rest[:, int(entry)] / left
         rest = rest - direction.unsqueeze(-1) * (direction @ rest)

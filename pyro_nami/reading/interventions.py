@@ -15,14 +15,15 @@ from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_nami.program.vectorized import unmapped
-from pyro_nami.reading.changes import any_along, moved, numbers_in, same_support, support_of
+from pyro_nami.reading.changes import numbers_in, same_support, support_of
 from pyro_nami.reading.group_testing import Untested
 from pyro_nami.reading.probe import TRIES, Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
 
 __all__ = ["Dependencies", "claim", "intervene", "is_blocked"]
 
-# Draws per site downstream of a value that left torch: one draw may well take the same branch of an `if`.
+# Runs that test a site behind a value that left torch: each may take the same branch of an `if`. Ten times fewer would
+# miss most branches.
 ROUNDS = 16
 
 
@@ -149,7 +150,7 @@ class _Interventions:
         for _ in range(ROUNDS if is_blocked(probe.program.model) else 2):
             self.found.hidden |= _hidden(probe, probe.run({}))
         probe.runs = 0
-        self._redraw(probe.changeable & probe.latent, probe.first)  # the same sites?
+        self._redraw(probe.movable, probe.first)  # the same sites?
         for plate in probe.plates:
             self._check_plate(plate)
         self._check_edges()
@@ -169,37 +170,36 @@ class _Interventions:
         """
         probe = self.probe
         size = self.probe.sizes[plate]
-        dim = self.probe.plates[plate].dim
         inside = [name for name in probe.order if plate in probe.plates_of[name]]
         sites = [name for name in inside if name not in self.found.hidden]
         if size < 2 or len(sites) < 2:
             return
-        places = dict.fromkeys(inside, Place(dim, torch.arange(size, device="cpu")))
+        place = Place(self.probe.plates[plate].dim, torch.arange(size, device="cpu"))
         order = torch.randperm(size, device="cpu")
-        for kept in (order < size // 2, order >= size // 2, order > 0):
+        for changed in (order < size // 2, order >= size // 2, order == 0):
             if probe.spent:
                 return
-            run = probe.redraw_rows(probe.first, places, ~kept)
+            run = probe.redraw_rows(probe.first, dict.fromkeys(inside, place), changed)
             for name in sites:
-                instances = self._moved(name, dim, kept, run)
+
+                def strayed(run: Run, name: str = name, changed: Tensor = changed) -> list[int]:
+                    shape = probe.first.sites[name]["fn"].batch_shape
+                    if name not in run.sites or run.sites[name]["fn"].batch_shape != shape:
+                        return []
+                    rows = run.strayed(probe.first, name, place, changed)
+                    return rows.nonzero().flatten().tolist()
+
+                instances = strayed(run)
                 if instances and is_blocked(probe.program.model):
                     self.found.hidden.add(name)
                 elif instances:
                     latents = [u for u in inside if u in probe.latent]
-                    moves = partial(self._moved, name, dim, kept)
-                    culprit = self._pivot(latents, probe.first, run, moves) or latents[0]
+                    culprit = self._pivot(latents, probe.first, run, strayed) or latents[0]
                     raise ValueError(
                         f"Expected independent instances of site '{name}', declared independent in plate '{plate}'; "
                         f"got instance {instances[0]}, which reads other instances of '{culprit}'. Declare this "
                         "dimension with `.to_event()` in place of the plate."
                     )
-
-    def _moved(self, name: str, dim: int, kept: Tensor, run: Run) -> list[int]:
-        """Which of the ``kept`` instances along ``dim`` a run has moved."""
-        if name not in run.sites:
-            return []
-        rows = moved(self.probe.first.sites[name], run.sites[name], density_only=True)
-        return (any_along(rows, dim).cpu() & kept).nonzero().flatten().tolist()
 
     def _check_edges(self) -> None:
         """Changes what sites are not known to read: they must not move, or a parent was lost.
@@ -228,44 +228,37 @@ class _Interventions:
                 return
 
     def _origin(self, number: int) -> Run:
-        """The base run; then runs at random values, most with some sites changed so that rare ones occur."""
+        """The base run; then runs with other values at about half of the latents."""
         if number == 0:
             return self.probe.first
-        origin = self.probe.sample()
-        if number % 4 == 1 or origin.error is not None:
-            return origin
-        latents = self.probe.changeable & self.probe.latent
-        some = [name for name in self.probe.order if name in latents and random.random() < 0.5]
-        return self._redraw(some, origin)
+        movable = [u for u in self.probe.order if u in self.probe.movable]
+        return self._redraw([u for u in movable if random.random() < 0.5], self.probe.first)
 
     def _untested(self, first: bool) -> Untested:
         """What is to be tested, by rank: at first all sites, then those that values which left torch may reach."""
         count = len(self.probe.order)
-        held = np.array([self._held(name) for name in self.probe.order], dtype=bool).reshape(
-            count, count
-        )
-        worth = np.zeros(held.shape, dtype=np.int64)
+        held = np.array([self._held(name) for name in self.probe.order], dtype=bool)
+        worth = np.zeros((count, count), dtype=np.int64)
         for rank, name in enumerate(self.probe.order):
             suspect = bool(self.found.suspects[name])
             if name not in self.found.hidden and (first or suspect):
                 worth[rank, :rank] = 1 + suspect * count  # goes first
-        return Untested(held, worth)
+        return Untested(held.reshape(count, count), worth)
+
+    def _free(self, name: str) -> frozenset[str]:
+        """The sites that may change in a run that tests ``name``: neither what it reads nor later arguments."""
+        later = self.probe.arguments.intersection(self.probe.order[self.probe.rank[name] :])
+        return self.probe.changeable - self.found.parents[name] - later
 
     def _held(self, name: str) -> list[bool]:
-        """Whether each site has to be held in a run that tests ``name``: what it reads, and later arguments."""
-        probe, rank = self.probe, self.probe.rank[name]
-        free = probe.changeable - self.found.parents[name]
-        return [
-            u not in free or (i >= rank and u in probe.arguments) for i, u in enumerate(probe.order)
-        ]
+        """Whether each site has to be held in a run that tests ``name``."""
+        free = self._free(name)
+        return [u not in free for u in self.probe.order]
 
     def _candidates(self, name: str) -> list[str]:
         """The sites that ``name`` could read but is not known to."""
-        return [
-            u
-            for u, held in zip(self.probe.order[: self.probe.rank[name]], self._held(name))
-            if not held
-        ]
+        free = self._free(name)
+        return [u for u in self.probe.order[: self.probe.rank[name]] if u in free]
 
     def _repair(self, name: str, origin: Run, run: Run) -> bool:
         """Adds the parents that were lost, one bisection each, until nothing else moves it; whether any were."""

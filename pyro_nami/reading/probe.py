@@ -17,21 +17,23 @@ from torch import Tensor
 
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.first_run import is_node, is_partial
+from pyro_nami.program.plate_dims import any_along, frames_of, spread
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.site_values import any_value, drawn, redraw
-from pyro_nami.reading.changes import differs, spread
+from pyro_nami.reading.changes import differs, moved
 
 __all__ = ["OutOfBudget", "Place", "Probe", "Run"]
 
-# Draws per run that fails at these values (a matrix that is not positive definite, say).
+# Draws for a run that fails at its values (a matrix that is not positive definite, say); ten times more would take long
+# where a model fails at all draws.
 TRIES = 3
 
 Choose = Callable[[Any], Any]
 
 
 class OutOfBudget(Exception):
-    """Ends what runs the model where the budget does."""
+    """Raised where a further run would exceed the budget."""
 
 
 class Place(NamedTuple):
@@ -48,15 +50,23 @@ class Run(NamedTuple):
         values: the value that the model got at each site, and of each plate the instances.
         sites: site -> its message; of an observed site with the data that the model itself observes.
         error: what ended the run early.
+        kept: site -> what comparisons with other runs have computed of it.
     """
 
     values: dict[str, Any]
     sites: dict[str, Any]
     error: Exception | None
+    kept: dict[str, dict[Any, Tensor]]
 
     def differs(self, origin: Run, name: str) -> bool:
         """Whether a site is not, to the bit, what it was in another run."""
-        return differs(origin.sites[name], self.sites.get(name))
+        kept = origin.kept.setdefault(name, {})
+        return differs(origin.sites[name], self.sites.get(name), kept)
+
+    def strayed(self, origin: Run, name: str, place: Place, changed: Tensor) -> Tensor:
+        """Returns which rows of a site in a plate moved, though their instances were not ``changed``, ``(size,)``."""
+        rows = any_along(moved(origin.sites[name], self.sites[name], density_only=True), place.dim)
+        return rows & ~changed[place.rows].to(rows.device)
 
 
 class Probe:
@@ -111,16 +121,18 @@ class Probe:
             and self.base[name].numel()
             and not site_is_factor(site)
         )
-        self.frames = {
-            name: [frame for frame in site["cond_indep_stack"] if frame.vectorized]
-            for name, site in sites.items()
-        }
+        self.frames = {name: frames_of(site) for name, site in sites.items()}
         self.sizes = {plate: self._size(frame) for plate, frame in self.plates.items()}
 
     @property
     def base(self) -> dict[str, Any]:
         """The values of the base run."""
         return self.first.values
+
+    @functools.cached_property
+    def movable(self) -> frozenset[str]:
+        """The latents that an intervention can change."""
+        return self.latent & self.changeable
 
     @functools.cached_property
     def order(self) -> tuple[str, ...]:
@@ -192,15 +204,6 @@ class Probe:
         self._check_sites(run)
         return run
 
-    def sample(self) -> Run:
-        """Runs the model with a fresh draw of every latent."""
-        return self.run(
-            {},
-            lambda msg: (
-                None if msg["is_observed"] else any_value(msg["fn"], self.base[msg["name"]])
-            ),
-        )
-
     def redraw(self, names: Iterable[str], origin: Run, other: Any = None) -> Run:
         """Repeats ``origin`` with other values at the sites ``names``.
 
@@ -209,7 +212,7 @@ class Probe:
         names, make = frozenset(names), other or (lambda name, fn: redraw(fn, origin.values[name]))
         observed = [name for name in self.order if name in names and name not in self.latent]
         held = {name: value for name, value in origin.values.items() if name not in names}
-        data = {name: make(name, self.trace.nodes[name]["fn"]) for name in observed}
+        data = {name: make(name, self.first.sites[name]["fn"]) for name in observed}
         return self.run(
             {**held, **data},
             lambda msg: make(msg["name"], msg["fn"]) if msg["name"] in names else None,
@@ -230,8 +233,7 @@ class Probe:
                 return base
             return torch.where(spread(chosen[rows].to(base.device), dim), new, base)
 
-        latents = self.latent & self.changeable & places.keys()
-        return self.redraw(latents.union(data), origin, other)
+        return self.redraw((self.movable & places.keys()).union(data), origin, other)
 
     def _first_run(self, init: Callable[[dict], Tensor] | None) -> tuple[Run, poutine.Trace]:
         """Draws the base values; where the model fails at every draw, it takes those of ``init``."""
@@ -286,11 +288,15 @@ def _run(
     values: dict[str, Any] = {}
     sites: dict[str, Any] = {}
     data: dict[str, Any] = {}
+    nodes = set()
 
     def chosen(msg: Any) -> Any:
-        if not (is_node(msg) or is_partial(msg)):
+        name = msg["name"]
+        if is_node(msg):
+            nodes.add(name)
+        elif not is_partial(msg):
             return None
-        name, value = msg["name"], choose(msg)
+        value = choose(msg)
         if msg["is_observed"]:
             data[name] = base[name] if value is msg["value"] else msg["value"]
         return value
@@ -299,7 +305,7 @@ def _run(
         name, value = msg["name"], msg["value"]
         if site_is_subsample(msg):
             values[name] = value
-        elif is_node(msg):
+        elif name in nodes:
             values[name] = value
             sites[name] = {**msg, "value": data.get(name, value)}
             note(msg)
@@ -309,7 +315,7 @@ def _run(
         program.run(Runner({}, choose=chosen, note=noted))
     except Exception as raised:  # noqa: BLE001  whatever a model does at values that it was not written for
         error = raised
-    return Run(values, sites, error)
+    return Run(values, sites, error, {})
 
 
 def _first_value(msg: Any, init: Callable[[dict], Tensor] | None, drawing: bool) -> Any:

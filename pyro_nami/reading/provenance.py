@@ -83,10 +83,10 @@ class ProvenanceTracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.escaped: Names = frozenset()
-        # Per storage: the names of all its elements, or for each element an index into `_sets`.
-        self._entries: dict[StorageWeakRef, Names | Tensor] = {}
-        self._sets: list[Names] = [frozenset()]
-        self._index: dict[Names, int] = {frozenset(): 0}
+        # Per storage a label, an index into `_sets`: ``()`` for all its elements, or one for each of them.
+        self._entries: dict[StorageWeakRef, Tensor] = {}
+        self._sets: list[Names] = []
+        self._label_of: dict[Names, Tensor] = {}
         self._exits = _ExitWatch(self)
         compiler = sys.modules.get("torch._dynamo")  # there if the model may be compiled
         self._dispatch = self._followed if compiler is None else compiler.disable(self._followed)
@@ -107,11 +107,13 @@ class ProvenanceTracker(TorchDispatchMode):
 
     def tag(self, tensor: Tensor, names: Iterable[Any]) -> None:
         """Makes ``names`` the provenance of the elements of ``tensor``, in place of what it was."""
-        self._write(tensor, frozenset(names))
+        self._write(tensor, self._label(frozenset(names)))
 
     def provenance(self, *values: Any) -> Names:
         """The names that reached any tensor in ``values`` (tensors, and nested lists, tuples and dicts)."""
-        return frozenset().union(*map(self._names, tensors_in(values)))
+        return frozenset().union(
+            *(self._union(self._labels(tensor)) for tensor in tensors_in(values))
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._dispatch(func, args, kwargs or {})
@@ -139,90 +141,69 @@ class ProvenanceTracker(TorchDispatchMode):
 
     def _flow(
         self, func: Any, name: str, sources: list[Tensor], args: Any, kwargs: Any, shape: Any
-    ) -> Names | Tensor:
-        """What reaches a result of ``shape``: names, or one index into ``_sets`` per element."""
-        if name not in ("cat", "stack") and not any(
-            isinstance(self._entry(tensor), Tensor) for tensor in sources
-        ):
-            return self.provenance(sources)
+    ) -> Tensor:
+        """The label of what reaches a result of ``shape``, ``()`` or one for each element."""
+        labels = [self._labels(tensor) for tensor in sources]
+        if name not in ("cat", "stack") and all(label.dim() == 0 for label in labels):
+            return self._label(self.provenance(sources))
         if name in _POINTWISE or torch.Tag.pointwise in func.tags:
             if all(_broadcasts(tensor.shape, shape) for tensor in sources):
-                return self._merge([self._labels(tensor) for tensor in sources], shape)
+                return self._merge(labels, shape)
         elif name in _MOVES:
-            moved = tree_map_only(Tensor, self._labels, args[0])
-            others = self._label_tensor(self.provenance(args[1:], kwargs))
-            return self._merge(
-                [func(moved, *tree_map_only(Tensor, Tensor.cpu, args[1:]), **kwargs), others], shape
-            )
-        return self.provenance(sources)
+            moved = tree_map_only(Tensor, lambda t: self._labels(t).expand(t.shape), args[0])
+            where = tree_map_only(Tensor, Tensor.cpu, args[1:])
+            others = self._label(self.provenance(args[1:], kwargs))
+            return self._merge([func(moved, *where, **kwargs), others], shape)
+        return self._label(self.provenance(sources))
 
     def _merge(self, labels: list[Tensor], shape: Any) -> Tensor:
         """The unions of the names behind labels of broadcastable shapes, element by element."""
-        merged = torch.zeros(shape, dtype=torch.long, device="cpu")
+        merged = self._label(frozenset()).expand(shape)
         for other in labels if merged.numel() else ():
             pairs = torch.stack([merged, other.expand(shape)]).reshape(2, -1)
             pairs, where = pairs.unique(dim=1, return_inverse=True)
             unions = [self._label(self._sets[a] | self._sets[b]) for a, b in zip(*pairs.tolist())]
-            merged = torch.tensor(unions, dtype=torch.long, device="cpu")[where].reshape(shape)
+            merged = torch.stack(unions)[where].reshape(shape)
         return merged
 
-    def _label(self, names: Names) -> int:
-        if names not in self._index:
-            self._index[names] = len(self._sets)
+    def _label(self, names: Names) -> Tensor:
+        if names not in self._label_of:
+            # labels stay on the host, whatever they are of
+            self._label_of[names] = torch.tensor(len(self._sets), device="cpu")
             self._sets.append(names)
-        return self._index[names]
-
-    def _label_tensor(self, names: Names) -> Tensor:
-        # labels stay on the host, whatever they are of
-        return torch.tensor(self._label(names), device="cpu")
-
-    def _entry(self, tensor: Tensor) -> Names | Tensor:
-        """The entry of the tensor's storage; names only where its elements are not those of ``tensor``."""
-        storage = _storage(tensor)
-        entry = frozenset() if storage is None else self._entries.get(storage, frozenset())
-        return (
-            self._union(entry)
-            if isinstance(entry, Tensor) and entry.numel() != _capacity(tensor)
-            else entry
-        )
-
-    def _names(self, tensor: Tensor) -> Names:
-        entry = self._entry(tensor)
-        return entry if isinstance(entry, frozenset) else self._union(_window(entry, tensor))
-
-    def _union(self, labels: Tensor) -> Names:
-        return frozenset().union(*(self._sets[i] for i in labels.unique().tolist()))
+        return self._label_of[names]
 
     def _labels(self, tensor: Tensor) -> Tensor:
-        entry = self._entry(tensor)
-        return (
-            _window(entry, tensor)
-            if isinstance(entry, Tensor)
-            else self._label_tensor(entry).expand(tensor.shape)
-        )
+        """The label of a tensor, ``()`` or one for each element."""
+        storage = _storage(tensor)
+        entry = None if storage is None else self._entries.get(storage)
+        if entry is None:
+            return self._label(frozenset())
+        if entry.dim() and entry.numel() != _capacity(tensor):  # a view as numbers of another size
+            return self._label(self._union(entry))
+        return _window(entry, tensor) if entry.dim() else entry
 
-    def _write(self, tensor: Tensor, flow: Names | Tensor, fresh: bool = False) -> None:
+    def _union(self, labels: Tensor) -> Names:
+        indices = labels.unique().tolist() if labels.dim() else [int(labels)]
+        return frozenset().union(*(self._sets[i] for i in indices))
+
+    def _write(self, tensor: Tensor, flow: Tensor, fresh: bool = False) -> None:
         storage = _storage(tensor)
         if storage is None:
             return
-        if isinstance(flow, Tensor) and flow.numel() and (flow == flow.flatten()[0]).all():
-            flow = self._sets[int(flow.flatten()[0])]
-        before = self._entry(tensor)
-        covers = fresh or (tensor.is_contiguous() and tensor.numel() == _capacity(tensor))
-        if isinstance(flow, frozenset) and (covers or before == flow):
+        if flow.dim() and flow.numel() and (flow == flow.flatten()[0]).all():
+            flow = flow.flatten()[0]
+        capacity = _capacity(tensor)
+        before = self._entries.get(storage, self._label(frozenset()))
+        covers = fresh or (tensor.is_contiguous() and tensor.numel() == capacity)
+        if flow.dim() == 0 and (covers or before.dim() == 0 and before == flow):
             self._entries[storage] = flow
             return
-        capacity = _capacity(tensor)
-        entry = (
-            before
-            if isinstance(before, Tensor)
-            else torch.full((capacity,), self._label(before), device="cpu")
-        )
-        labels = self._label_tensor(flow) if isinstance(flow, frozenset) else flow
-        entry[_window(torch.arange(capacity, device="cpu"), tensor).flatten()] = labels.expand(
-            tensor.shape
-        ).flatten()
-        self._entries[storage] = entry
+        if before.dim() == 0 or before.numel() != capacity:
+            before = self._label(self._union(before)).repeat(capacity)
+        places = _window(torch.arange(capacity, device="cpu"), tensor)
+        before[places.flatten()] = flow.expand(tensor.shape).flatten()
+        self._entries[storage] = before
 
 
 class _ExitWatch(TorchFunctionMode):

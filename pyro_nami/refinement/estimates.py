@@ -20,7 +20,8 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.relaxation import Drawn
 from pyro_nami.program.masks import log_density_of
-from pyro_nami.program.runner import is_fixed, own_dims
+from pyro_nami.program.plate_dims import own_dims
+from pyro_nami.program.runner import is_fixed
 from pyro_nami.refinement.updates import Refined, Refinement
 
 __all__ = ["EstimateRun", "errors", "hidden", "log_weights", "run_at"]
@@ -52,7 +53,7 @@ def run_at(
     num_particles: int,
     temperature: float | None,
 ) -> EstimateRun:
-    """Runs a guide by an estimate, and the model at its draws; those of discrete latents relaxed at a temperature."""
+    """Runs a guide by an estimate, and the model at its draws; discrete draws are relaxed at a temperature."""
     plan = guide._made()
     nesting, drawn = plan.plates.nesting, None if temperature is None else Drawn(temperature)
     particles = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +45,7 @@ class AmortizationGap(NamedTuple):
         return best if self.annealed is None else max(best, self.annealed[0])
 
     def rows(self) -> list[tuple[str, float, float]]:
-        """Returns what, its ELBO or bound, and its distance to `log_evidence`; means over instances, in nats."""
+        """Returns names of ELBOs and bounds, their values, and distances to `log_evidence`, in nats an instance."""
         count = self.optimized.numel()
         named = [
             ("guide", self.refined[0]),
@@ -73,19 +72,6 @@ class AmortizationGap(NamedTuple):
                 f"to the family {rows[2][2]:.3f}",
             ]
         )
-
-    def plot(self, file: str | Path) -> None:
-        """Draws the ELBO after each step, with the other bounds as lines; takes matplotlib (the extra ``viz``)."""
-        import matplotlib.pyplot as plt
-
-        figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
-        axis.plot(self.refined.mean(-1).tolist(), "o-", label="learned steps")
-        for i, (name, value, _) in enumerate(self.rows()[2:], 1):
-            axis.axhline(value, color=f"C{i}", linestyle="--", label=name)
-        axis.set(xlabel="step", ylabel="nats an instance")
-        axis.legend(frameon=False)
-        figure.savefig(file, dpi=130)
-        plt.close(figure)
 
 
 def optimize_directly(
@@ -135,7 +121,7 @@ def amortization_gap(
     num_chains: int = 10,
     **kwargs: Any,
 ) -> AmortizationGap:
-    """Returns what a guide loses to amortization, and what to its family.
+    """Returns how much of the ELBO a guide loses to amortization, and how much to its family.
 
     Args:
         model: for annealed importance sampling.

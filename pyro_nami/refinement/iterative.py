@@ -34,14 +34,14 @@ __all__ = ["AutoIterativeGuide", "Trajectory"]
 
 
 class Trajectory(NamedTuple):
-    """The estimates of one call, and what the networks read of each.
+    """The estimates of one call, and the networks' inputs at each estimate.
 
     Attributes:
         call: its data.
         estimates: refinements, from zero on; one more than there are steps.
-        codes: for each step, what was read of the estimate, a tensor for each part.
-        parts: what is refined, by groups of factors.
-        data: what the networks read of the data, for each part; empty where they read none.
+        codes: for each step, the encoded gradients or errors at the estimate, a tensor for each part.
+        parts: the refined factors, by group.
+        data: the networks' features of the data, for each part; empty where they read none.
     """
 
     call: Call
@@ -188,7 +188,7 @@ class AutoIterativeGuide(AutoGuide):
         return found
 
     def advance(self, trajectory: Trajectory, step: int, estimate: Refinement) -> Refinement:
-        """Returns the estimate after one more step than ``step``, from one before it and what was read there."""
+        """Returns the estimate after a step, from the estimate before it and the codes of the step."""
         following: Refinement = {}
         for i, (part, code) in enumerate(zip(trajectory.parts, trajectory.codes[step])):
             joined, finite = part.joined(estimate), code.isfinite().all(-1, keepdim=True)
@@ -233,7 +233,7 @@ class AutoIterativeGuide(AutoGuide):
         }
 
     def _data(self, call: Call, parts: Sequence[Refined]) -> list[Tensor]:
-        """Returns what is read of the data, ``(*plates, n)`` for each part."""
+        """Returns the features of the data, ``(*plates, n)`` for each part."""
         if "data" not in self.inputs or not parts:
             return []
         state, found = self.guide._start(call), []
@@ -254,7 +254,7 @@ class AutoIterativeGuide(AutoGuide):
         return following
 
     def _parts(self, call: Call) -> list[Refined]:
-        """Returns what is refined, by groups of factors."""
+        """Returns the refined factors, by group."""
         plan, network = self.guide._made(), self.guide.network
         with hidden(), forked_rng(), torch.no_grad():
             sites = call.run(call.held)
@@ -293,7 +293,7 @@ class AutoIterativeGuide(AutoGuide):
         return False
 
     def _codes(self, trajectory: Trajectory) -> list[Tensor]:
-        """Returns what the networks read of the latest estimate, ``(*plates, n)`` for each part."""
+        """Returns the encoded gradients or errors at the latest estimate, ``(*plates, n)`` for each part."""
         call, estimate, parts = trajectory.call, trajectory.estimates[-1], trajectory.parts
         if not parts:
             return []

@@ -50,7 +50,7 @@ class Refined(NamedTuple):
 
 
 class Updater(nn.Module):
-    """One step of refinement of some factors, instance by instance: from what is known of one to its next estimate.
+    """One step of refinement of some factors: from an instance's estimate and features to its next estimate.
 
     The next estimate is g * estimate + (1 - g) * u, with g in (0, 1) and u from a perceptron whose output layer also
     reads its inputs. At first u is zero, and so is every estimate.
@@ -89,7 +89,7 @@ class Updater(nn.Module):
 
 
 def encoded(gradient: Tensor) -> Tensor:
-    """Returns what a network reads of gradients ``(*batch, n)``: ``(*batch, 2 n)``, direction and signed magnitudes.
+    """Returns features of gradients ``(*batch, n)``: direction and signed log magnitudes, ``(*batch, 2 n)``.
 
     Gradients span orders of magnitude, over steps and instances. A layer norm shows where they point; that the last
     steps are to be small the logarithms say.

@@ -1,4 +1,4 @@
-"""What a person sees of a network: pictures (`render`) and the command line, ``python -m pyro_nami``."""
+"""Pictures of networks (`render`), and the command line, ``python -m pyro_nami``."""
 
 from pyro_nami.show.commands import main
 from pyro_nami.show.render import render

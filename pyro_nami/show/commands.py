@@ -21,7 +21,7 @@ from pyro_nami.graph.verification import verify_inverse
 from pyro_nami.guide.model_inverse import invert, with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.reading.interventions import is_blocked
-from pyro_nami.show.model_file import Failure, Found, find, told
+from pyro_nami.show.model_file import Failure, FoundModel, find, told
 from pyro_nami.show.report import COMMENTS, Report, inverse_report, network_report, verdict_report
 
 _PROGRAM = "pyro-nami"
@@ -188,7 +188,7 @@ def _inverse_options() -> argparse.ArgumentParser:
 
 
 def _format(options: argparse.Namespace) -> str:
-    """The format asked for, or that of the file's name; checks, before any work, what does not go together."""
+    """Returns the format asked for, or that of the file's name, after a check of options that exclude each other."""
     ending = options.output.suffix.lower() if options.output else ".txt"
     format = options.format or _FORMATS.get(ending)
     if format is None:
@@ -225,53 +225,33 @@ def _blocks(text: str) -> list[list[str]]:
 # Each command returns its report and the exit code.
 
 
-def _inspect(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
+def _inspect(options: argparse.Namespace, found: FoundModel) -> tuple[Report, int]:
     return network_report(found.extraction), 0
 
 
-def _invert(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
-    inverse = _inverse(options, found)
-    guide = _guide(options, found)
+def _invert(options: argparse.Namespace, found: FoundModel) -> tuple[Report, int]:
+    inverse, guide = _inverse(options, found)
     direction, blocks = options.inverse, options.blocks
-    if guide is not None and direction == "auto":  # by an order in which more is exact
-        inverse, direction = guide.inverse, "reverse"
-        blocks = [[name] for name in inverse.order]
+    if guide is not None and direction == "auto":
+        direction, blocks = "reverse", [[name] for name in inverse.order]
     steps = nami_steps(inverse.net, direction=direction, blocks=blocks) if options.steps else None
     rules = None if guide is None else guide.rules
     return inverse_report(options.inverse, inverse, steps, rules), 0
 
 
-def _verify(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
-    inverse = _inverse(options, found)
-    guide = _guide(options, found) if options.inverse == "auto" else None
-    inverse = inverse if guide is None else guide.inverse
+def _verify(options: argparse.Namespace, found: FoundModel) -> tuple[Report, int]:
+    inverse, _ = _inverse(options, found)
     verdict = verify_inverse(inverse.net, inverse)
     well = verdict.minimal if options.minimal else bool(verdict)
     title = f"{options.target}, inverse {options.inverse}"
     return verdict_report(title, options.inverse, inverse, verdict), 0 if well else 1
 
 
-def _guide(options: argparse.Namespace, found: Found) -> AutoNaMIGuide | None:
-    """A guide with these options after its first call; None if it cannot be called, as some networks alone can be."""
-    guide = AutoNaMIGuide(
-        found.model, inverse=options.inverse, blocks=options.blocks, observed=options.observed
-    )
-    try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            poutine.block(),
-            torch.no_grad(),
-        ):
-            warnings.simplefilter("ignore")
-            guide(*found.args, **found.kwargs)
-    except Exception:  # noqa: BLE001  whatever a model does in runs that its network did not need
-        return None
-    return guide
+def _inverse(options: argparse.Namespace, found: FoundModel) -> tuple[Inverse, AutoNaMIGuide | None]:
+    """Returns the inverse that a guide with these options has, and the guide if it can be called.
 
-
-def _inverse(options: argparse.Namespace, found: Found) -> Inverse:
-    """The inverse that a guide with these options has."""
+    The guide of the inverse ``auto`` chooses an order in which more latents are exact.
+    """
     net = with_latent_blocks(found.extraction.bayesnet, options.blocks)
     if not net.latent:
         names = ", ".join(map(repr, net.observed))
@@ -282,6 +262,17 @@ def _inverse(options: argparse.Namespace, found: Found) -> Inverse:
     if is_blocked(found.model):
         net = with_hidden_evidence(net)
     try:
-        return invert(net, options.inverse, options.blocks)
+        inverse = invert(net, options.inverse, options.blocks)
     except ValueError as error:
         raise Failure(str(error)) from error
+    guide = AutoNaMIGuide(
+        found.model, inverse=options.inverse, blocks=options.blocks, observed=options.observed
+    )
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    try:
+        with warnings.catch_warnings(), quiet, poutine.block(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            guide(*found.args, **found.kwargs)
+    except Exception:  # noqa: BLE001  whatever a model does in runs that its network did not need
+        return inverse, None
+    return guide.inverse if options.inverse == "auto" else inverse, guide

@@ -5,7 +5,7 @@ Whatever goes wrong in a user's file ends here, as a `Failure` of one line.
 
 from __future__ import annotations
 
-__all__ = ["Failure", "Found", "find", "told"]
+__all__ = ["Failure", "FoundModel", "find", "told"]
 
 import contextlib
 import importlib
@@ -28,11 +28,11 @@ _READING = Path(extract.__code__.co_filename).parent
 
 
 class Failure(Exception):
-    """There is no answer; the message says why in one line."""
+    """A command that has no answer; the message says why in one line."""
 
 
-class Found(NamedTuple):
-    """A model with arguments, what was extracted from it, and the warnings that this gave, a line each."""
+class FoundModel(NamedTuple):
+    """A model with arguments, its extracted network, and the warnings of the extraction, a line each."""
 
     model: Callable
     args: tuple
@@ -49,7 +49,7 @@ def find(
     observed: Sequence[str],
     seed: int,
     checks: int,
-) -> Found:
+) -> FoundModel:
     """Imports the target's file and extracts the network of the model.
 
     The folder of a file (the current one, for a module) is on ``sys.path`` meanwhile. What importing it prints goes to
@@ -91,7 +91,7 @@ def find(
     if not extraction.bayesnet.sites:
         raise Failure(f"Expected a model with sample sites; got {target!r}, which has none.")
     messages = tuple(dict.fromkeys(_line(warning.message) for warning in caught))
-    return Found(model, positional, named, extraction, messages)
+    return FoundModel(model, positional, named, extraction, messages)
 
 
 def _arguments(
@@ -117,7 +117,7 @@ def _failure(error: Exception, target: str, path: Path | None, num_arguments: in
 
 
 def told(error: BaseException, path: Path | None = None) -> str:
-    """An error's type and the first line of its message, with the last line of the file ``path`` that it came by."""
+    """Returns an error's type, the first line of its message, and its last line in the file ``path``."""
     first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if path is not None and Path(frame.filename) == path]
@@ -127,7 +127,7 @@ def told(error: BaseException, path: Path | None = None) -> str:
 
 @contextlib.contextmanager
 def _importable(path: Path | None) -> Iterator[None]:
-    """Has the file's neighbours, or for a module the current folder, on ``sys.path``."""
+    """Puts the folder of a file, or for a module the current folder, on ``sys.path`` for a block."""
     before = list(sys.path)
     sys.path.insert(0, str(Path.cwd() if path is None else path.parent))
     try:
@@ -168,7 +168,7 @@ def _evaluated(expression: str, option: str, names: Mapping[str, Any]) -> Any:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether the extraction raised an error on purpose, which then speaks for itself, and not the model."""
+    """Whether the extraction raised an error on purpose; other errors are the model's."""
     raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent
     return raised == _READING and isinstance(error, (ValueError, NotImplementedError))
 

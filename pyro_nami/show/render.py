@@ -95,15 +95,15 @@ class Edge(NamedTuple):
 
 
 @dataclass
-class Box:
+class NodeBox:
     """A plate, or the whole drawing: the nodes in it and the plates nested in it."""
 
     title: str = ""
     nodes: list[Node] = field(default_factory=list)
-    boxes: dict[Hashable, Box] = field(default_factory=dict)
+    boxes: dict[Hashable, NodeBox] = field(default_factory=dict)
 
 
-def _layout(structure: BayesNet | Inverse) -> tuple[Box, list[Edge]]:
+def _layout(structure: BayesNet | Inverse) -> tuple[NodeBox, list[Edge]]:
     """Returns the nodes in their nested plates, and the edges between them."""
     inverse = structure if isinstance(structure, Inverse) else None
     net = structure.net if isinstance(structure, Inverse) else structure
@@ -114,14 +114,14 @@ def _layout(structure: BayesNet | Inverse) -> tuple[Box, list[Edge]]:
     nesting = sorted(
         net.plate_sizes, key=lambda plate: (-count[plate], len(net.nesting.get(plate, ())))
     )
-    outer = Box()
+    outer = NodeBox()
     for name in shown:
         box = outer
         for plate in nesting:
             if plate in net.plates[name]:
                 # The size of a ragged nested plate is its number of instances in all outer ones together.
                 size = f"{net.plate_sizes[plate]}{' in all' if plate in net.nesting else ''}"
-                box = box.boxes.setdefault(plate, Box(f"{label(plate)} ({size})"))
+                box = box.boxes.setdefault(plate, NodeBox(f"{label(plate)} ({size})"))
         box.nodes.append(_node(net, inverse, name, ids[name]))
     edges = (
         _inverse_edges(inverse, ids) if inverse else (Edge(ids[u], ids[v]) for u, v in net.edges)
@@ -172,7 +172,7 @@ def _mermaid(structure: BayesNet | Inverse) -> str:
     return "\n".join(["flowchart TD", *body])
 
 
-def _mermaid_box(box: Box, indent: str, numbers: Iterator[int]) -> Iterator[str]:
+def _mermaid_box(box: NodeBox, indent: str, numbers: Iterator[int]) -> Iterator[str]:
     for node in box.nodes:
         text = "<br>".join(map(_mermaid_text, node.lines))
         style = f":::{node.style}" if node.style in _MERMAID_STYLES else ""
@@ -208,7 +208,7 @@ def _dot(structure: BayesNet | Inverse) -> str:
     return "\n".join(["digraph {", *body, "}"])
 
 
-def _dot_box(box: Box, indent: str, numbers: Iterator[int]) -> Iterator[str]:
+def _dot_box(box: NodeBox, indent: str, numbers: Iterator[int]) -> Iterator[str]:
     for node in box.nodes:
         yield f"{indent}{node.id} [label={_dot_text(*node.lines)}, {_DOT_STYLES[node.style]}]"
     for inner in box.boxes.values():

@@ -9,8 +9,11 @@ from __future__ import annotations
 __all__ = ["COMMENTS", "Report", "inverse_report", "network_report", "verdict_report"]
 
 import json
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.min_fill import Step
@@ -21,11 +24,10 @@ from pyro_nami.show.render import render
 
 Object = dict[str, Any]
 COMMENTS = {"mermaid": "%%", "dot": "//"}
-_MAX_ENTRIES = 12  # of an index map, in text
 
 
 class Report(NamedTuple):
-    """What is said of something in each format; the comments stand above a drawing."""
+    """A report in all formats: a JSON object, lines of text, and a drawing with comments above it."""
 
     object: Object
     lines: Iterable[str]
@@ -43,7 +45,7 @@ class Report(NamedTuple):
 
 
 def network_report(extraction: Extraction) -> Report:
-    """The network, its index maps, and what extraction could not see."""
+    """Returns the report on a network, its index maps, and the sites that extraction could not see through."""
     net = extraction.bayesnet
     notes = {
         "index_maps": [
@@ -62,7 +64,7 @@ def inverse_report(
     steps: Sequence[Step] | None,
     rules: Mapping[str, Any] | None = None,
 ) -> Report:
-    """The inverse of this name, its levels, a guide's rules if told, and the steps of its elimination if asked for.
+    """Returns the report on an inverse: its factors and levels, a guide's rules, and the steps of its elimination.
 
     Example:
         >>> from pyro_nami.graph.inversion_methods import nami
@@ -80,7 +82,7 @@ def inverse_report(
 
 
 def verdict_report(title: str, name: str, inverse: Inverse, verdict: Verification) -> Report:
-    """The verdict, then a line for every false independence and every idle dependence of the inverse."""
+    """Returns the report on a verification: every missing and every redundant dependence of the inverse."""
     found = _inverse_object(name, inverse)
     found["faithful"], found["minimal"] = bool(verdict), verdict.minimal
     for key, pairs in (("missing", verdict.missing), ("redundant", verdict.redundant)):
@@ -96,8 +98,10 @@ def _network_lines(extraction: Extraction) -> Iterator[str]:
     net = extraction.bayesnet
     yield str(net)
     for (inner, outer), index in extraction.index_maps.items():
-        more = ", ..." if len(index) > _MAX_ENTRIES else ""
-        yield f"Index map {label(inner)} -> {label(outer)}: {', '.join(map(str, index[:_MAX_ENTRIES].tolist()))}{more}"
+        entries = np.array2string(index.cpu().numpy(), sys.maxsize, separator=", ", threshold=12)[
+            1:-1
+        ]
+        yield f"Index map {label(inner)} -> {label(outer)}: {entries}"
     for what, names in (
         ("Values left torch; edges from here are found by intervention", extraction.escaped),
         ("Hidden randomness; taken to depend on all latents before", extraction.hidden_randomness),
@@ -157,7 +161,7 @@ def _network_object(net: BayesNet) -> Object:
 
 
 def _inverse_object(name: str, inverse: Inverse) -> Object:
-    """The network, and its inverse of this name, factor by factor in sampling order."""
+    """Returns the JSON object of a network and its inverse, factor by factor in sampling order."""
     plates = inverse.net.plate_sizes
     return _network_object(inverse.net) | {
         "inverse": name,
@@ -194,7 +198,7 @@ def _labels(names: Iterable[Any]) -> str:
 
 
 def _name(name: Any) -> str:
-    """A site's name; that of the evidence which a blocked model hides is not a string."""
+    """Returns a site's name as a string; the hidden evidence of a blocked model has another kind of name."""
     return name if isinstance(name, str) else label(name)
 
 

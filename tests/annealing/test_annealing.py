@@ -614,12 +614,12 @@ def test_improper_prior_starts_from_a_guide():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_chains": 0}, "num_chains >= 1"),
+        ({"num_chains": 0}, "num_chains to be at least 1"),
         ({"num_temperatures": 1}, "num_temperatures >= 2"),
-        ({"num_leapfrog_steps": 0}, "num_leapfrog_steps >= 1"),
+        ({"num_leapfrog_steps": 0}, "num_leapfrog_steps to be at least 1"),
         ({"step_size": 0.0}, "step_size > 0"),
         ({"target_acceptance": 1.0}, "target_acceptance between 0 and 1"),
-        ({"chunk_size": 0}, "chunk_size >= 1"),
+        ({"chunk_size": 0}, "chunk_size to be at least 1"),
         ({"conditional_ess": 0.9}, "conditional_ess between 0 and 1, with resample=True"),
         (
             {"conditional_ess": 1.0, "resample": True},

@@ -13,7 +13,7 @@ from torch.distributions import biject_to, kl_divergence
 from pyro_nami.factors import Family, flow, mixture, register_family, registry, relaxed
 from pyro_nami.factors.own_type import OwnTypeFamily
 from pyro_nami.factors.registry import features_of, make_family
-from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily
+from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily, SinhArcsinhFamily
 
 DTYPE = torch.float64
 
@@ -513,6 +513,19 @@ def test_initial_takes_values_with_batch_dims():
         together = family.initial(values, 0.1)
         assert together.shape == (4, family.num_elements, family.num_params)
         torch.testing.assert_close(together[2], family.initial(values[2], 0.1))
+
+
+@pytest.mark.parametrize("case", ["normal-real", "normal-positive", "normal-simplex"])
+def test_a_correction_changes_nothing_at_first_whatever_the_support(case):
+    prior = CASES[case][1]
+    value = prior.sample((2,))
+    family = CorrectionFamily("z", prior, value[0])
+    elements = family.elements(family.initial(value, 0.1))
+    noise = torch.randn(elements.batch_shape, dtype=DTYPE)
+    torch.testing.assert_close(
+        elements.log_prob(noise), dist.Normal(t(0.0), t(1.0)).log_prob(noise)
+    )
+    assert elements.batch_shape == (2, family.num_elements) and family.anchor(prior) is None
 
 
 # Anchors --------------------------------------------------------------------------------------------------------------

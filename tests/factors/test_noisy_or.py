@@ -164,7 +164,7 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_the_product_is_one_of_any_number_of_columns_at_once(monkeypatch, drawn):
     weights, _, z = drawn
-    monkeypatch.setattr("pyro_nami.factors.sparse._CHUNK", 4)  # one entry at a time
+    monkeypatch.setattr("pyro_nami.factors.sparse.CHUNK", 4)  # one entry at a time
     leaf = weights.to_sparse_coo().requires_grad_()
     grad = torch.autograd.grad(sparse_linear(z, leaf).square().sum(), leaf)[0]
     torch.testing.assert_close(grad.to_dense(), 2 * ((z @ weights.T).T @ z) * (weights != 0))

@@ -150,7 +150,7 @@ def test_values_kept_are_those_of_the_first_draw_and_newer_ones_replace_them():
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr("pyro_nami.guide.warm_starts.MOST_ELEMENTS", 6)
+    monkeypatch.setattr("pyro_nami.program.memory.MEMORY", 6 * 8)
     data = DataSets.of({"x": torch.arange(5.0)}, {"x": 0, "z": 1}, 0)
     starts = Starts()
     starts.note(data, {"z": torch.arange(10.0).reshape(5, 2)})

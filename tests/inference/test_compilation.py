@@ -211,8 +211,8 @@ def without_observations(y=None):
 @pytest.mark.parametrize(
     ("guide", "error", "match"),
     [
-        (lambda y, observations: None, ValueError, "it lacks 'z'"),
-        (lambda y, observations: [normal("z"), normal("b")], ValueError, "it has 'b' as well"),
+        (lambda y, observations: None, ValueError, "got none at 'z'"),
+        (lambda y, observations: [normal("z"), normal("b")], ValueError, "got 'b' as well"),
         (
             lambda y, observations: normal("z", (3, 1)),
             ValueError,
@@ -416,7 +416,7 @@ def test_batches_may_grow():
         )[1]
         compilation.fit(7, ZERO, data=data, validation=draws, validate_every=3, progress=False)
         assert seen == sizes
-    with pytest.raises(ValueError, match="batch_size to be a positive number"):
+    with pytest.raises(ValueError, match="batch_size to be at least 1"):
         compiled(batch_size=lambda step: step)
 
 
@@ -624,7 +624,7 @@ def test_parameters_of_the_model_are_left_alone():
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"batch_size": 0}, ValueError, "batch_size to be a positive number; got 0"),
+        ({"batch_size": 0}, ValueError, "batch_size to be at least 1; got 0"),
         ({"optim": 3}, TypeError, "got int"),
         ({"optim": torch.optim.Adam([torch.zeros(1)])}, TypeError, "lambda params"),
         ({"scheduler": 3}, TypeError, "scheduler as a function"),

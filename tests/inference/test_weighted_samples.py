@@ -143,15 +143,16 @@ def test_integers_and_zero_weights():
 
 def test_resampling_repeats_each_draw_its_expected_number_of_times():
     draws = proposal_draws(200, (2,))
-    drawn = draws.resample(1000, torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    drawn = draws.resample(1000)
     assert drawn["z"].shape == (1000, 2) and drawn["v"].shape == (1000, 2, 3)
     assert torch.equal(drawn["v"][..., 1], -drawn["z"]), "sites are resampled together"
     for column in range(2):
         count = (drawn["z"][:, column] == draws.samples["z"][:, column, None]).sum(-1)
         expected = 1000 * draws.smoothed_log_weights[:, column].softmax(0)
         assert ((count - expected).abs() < 1 + 1e-9).all()
-    again = draws.resample(1000, torch.Generator().manual_seed(0))
-    assert torch.equal(again["z"], drawn["z"])
+    torch.manual_seed(0)
+    assert torch.equal(draws.resample(1000)["z"], drawn["z"])
     assert not torch.equal(draws.resample(1000)["z"], drawn["z"])
     one_by_one = torch.tensor([float((a == b).all()) for a, b in zip(drawn["z"][1:], drawn["z"])])
     assert one_by_one.mean() < 0.1, "repetitions lie apart"
@@ -168,14 +169,16 @@ def test_to_arviz_names_plates_and_keeps_the_figures():
     }
     plates = {"mu": (), "theta": ("schools",), "row": ("rows", None), "vector": ("schools",)}
     draws = WeightedSamples(value, 0.1 * torch.randn(400), plates)
-    result = draws.to_arviz(num=100, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    result = draws.to_arviz(num=100)
     posterior = result["posterior"]
     assert posterior["mu"].dims == ("chain", "draw")
     assert posterior["theta"].dims == ("chain", "draw", "schools")
     assert posterior["row"].dims == ("chain", "draw", "rows")
     assert posterior["vector"].dims[:3] == ("chain", "draw", "schools")
     assert posterior["vector"].shape == (1, 100, 8, 3)
-    drawn = draws.resample(100, torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    drawn = draws.resample(100)
     np.testing.assert_array_equal(posterior["theta"].values[0], drawn["theta"].numpy())
     assert posterior.attrs["pareto_k"] == pytest.approx(float(draws.pareto_k))
     assert len(arviz.summary(result, var_names=["theta"])) == 8

@@ -18,17 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_nami.program.plate_dims import any_along, spread
 from pyro_nami.program.runner import RunModel
-from pyro_nami.reading.changes import any_along, moved, spread
+from pyro_nami.reading.changes import moved
 
 __all__ = ["NONE", "SEVERAL", "MapPlan", "Trial", "along", "completed", "find_maps", "maps_hold"]
 
 Key = tuple[str, str]
 
 # In place of an index: the row reads no instance, or more than one.
-NONE, SEVERAL = -1, -2
-_HALVES = 3
-_SEED = 0
+NONE = -1
+SEVERAL = -2
+# Halves of a plate by which a map is looked at again: a row that changed passes all with probability 1/8.
+HALVES = 3
 
 
 class MapPlan(NamedTuple):
@@ -84,14 +86,14 @@ def maps_hold(
     Three random halves of the instances are changed in turn: a row must move, at one site at least, where its instance
     is in the half, and there only. A change of one single row may be missed (one time in eight), one of many is not.
     """
-    generator = torch.Generator("cpu").manual_seed(_SEED)
+    generator = torch.Generator("cpu").manual_seed(0)
     for plan in plans:
         trial = Trial(run, plan, held)
         for name, q in plan.targets.items():
             index, size = maps[q, plan.plate], trial.base[name]["fn"].batch_shape[plan.dims[q]]
             if len(index) != size or (index >= trial.size).any():
                 return False
-        for _ in range(_HALVES if trial.size > 1 else 0):
+        for _ in range(HALVES if trial.size > 1 else 0):
             half = torch.randperm(trial.size, generator=generator, device="cpu") < trial.size // 2
             still: dict[str, Tensor] = {}
             for name, rows in trial.moved(half).items():

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.reading.changes import moved, spread
 from pyro_nami.reading.interventions import Dependencies
-from pyro_nami.reading.probe import OutOfBudget, Place, Probe, Run
+from pyro_nami.reading.probe import OutOfBudget, Place, Probe
 
 __all__ = ["Nesting", "Route", "routes"]
 
@@ -66,7 +65,6 @@ class Nesting:
 
     Attributes:
         maps: the index map ``(size_q,)`` of each pair of plates (q, p).
-        latents: the latents that can be changed.
         finished: whether the budget sufficed.
     """
 
@@ -83,7 +81,6 @@ class Nesting:
         self.given = given
         self.pairs = pairs
         self.maps: dict[Key, Tensor] = dict(given)
-        self.latents = probe.latent & probe.changeable
         self.finished = True
 
     def drop(self, keys: Collection[Key]) -> None:
@@ -139,7 +136,7 @@ class Nesting:
             for frame in probe.frames[name]
             if frame.name in inside
         }
-        testable = self.latents | probe.arguments
+        testable = probe.movable | probe.arguments
         aligned = self._aligned(places, inside)
         found = {p for _, p in self.maps.keys() - self.given.keys()}
         if plate not in found and all(pair in self.pairs for pair in aligned):
@@ -155,12 +152,12 @@ class Nesting:
         bits = max(1, (len(number) - 1).bit_length())
         try:
             for i in range(max(MIN_ROUNDS, bits)):
-                origin = probe.attempt(probe.redraw, self.latents, probe.first)
+                origin = probe.attempt(probe.redraw, probe.movable, probe.first)
                 half = (number >> i % bits) & 1 == 1
                 for changed in (half, ~half):
                     run = probe.attempt(probe.redraw_rows, origin, places, changed, data)
                     for name in names:
-                        if _strays(origin, run, name, places[name], changed):
+                        if run.strayed(origin, name, places[name], changed).any():
                             return self._erring(name, plate)
         except (OutOfBudget, KeyError) as error:  # KeyError: the model fails at all these values
             self.finished &= isinstance(error, KeyError)
@@ -206,10 +203,3 @@ class Nesting:
                 f"{pairs!r}; got a row that changes with other instances. Leave these maps out of `index_maps`."
             )
         return keys
-
-
-def _strays(origin: Run, run: Run, name: str, place: Place, changed: Tensor) -> bool:
-    """Whether a site moves outside of the instances ``(size,)`` of a plate that were changed."""
-    moves = moved(origin.sites[name], run.sites.get(name))
-    apart = ~changed[place.rows]
-    return bool((moves & spread(apart, place.dim).to(moves.device)).any())

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_nami.program.plate_dims import any_along, first_instance
 from pyro_nami.program.site_values import redraw
-from pyro_nami.reading.changes import any_along
 from pyro_nami.reading.index_maps.finder import NONE, SEVERAL, MapPlan, Trial, along, completed
 from pyro_nami.reading.index_maps.given import given_by_plates
 from pyro_nami.reading.index_maps.nesting import Nesting
@@ -27,8 +27,9 @@ __all__ = ["search_maps"]
 
 Key = tuple[str, str]
 
-# Pairs of values to try until every row moves (of ``relu(alpha)[county]`` some values may move none).
-_PAIRS = 6
+# Pairs of values to try until every row moves: of ``relu(alpha)[county]`` half of the values move none. Ten times more
+# would spend the budget where some rows read nothing.
+PAIRS = 6
 
 
 def search_maps(
@@ -62,19 +63,15 @@ def search_maps(
 
 
 class _Search:
-    """Adds the maps that it finds to those of a nesting, and plans how to find again what the nesting keeps."""
+    """Adds the maps that runs show to a nesting, and plans how to find in other calls the maps that are kept."""
 
     def __init__(self, nesting: Nesting) -> None:
         self.nesting = nesting
         self.probe = nesting.probe
         self.parents = nesting.parents
-        self.sites: dict[str, Any] = {
-            name: self.probe.trace.nodes[name] for name in self.probe.order
-        }
-        # plate -> target -> the plate that its index runs over
-        self.accepted: dict[str, dict[str, str]] = {}
-        # plate -> the values of its plan
-        self.values: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
+        self.sites = self.probe.first.sites
+        # plate -> the plan by which maps into it were found
+        self.found: dict[str, MapPlan] = {}
 
     def find(self) -> None:
         """Finds candidate maps into every plate, as far as the budget goes."""
@@ -89,35 +86,40 @@ class _Search:
 
     def plans(self) -> tuple[MapPlan, ...]:
         """The plans of the maps that are left; those that were given are never to be tested, but have a place."""
-        found = self.nesting.maps.keys() - self.nesting.given.keys()
-        targets: dict[str, dict[str, str]] = {}
-        values: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
-        for p, accepted in self.accepted.items():
-            left = {name: q for name, q in accepted.items() if (q, p) in found}
-            if left:
-                read = set().union(*(self.parents[name] for name in left))
-                targets[p], values[p] = (
-                    left,
-                    {u: pair for u, pair in self.values[p].items() if u in read},
-                )
-        for (latent, site), (q, p) in self.nesting.pairs.items():
-            values[p] = {latent: self._pair(latent), **values.get(p, {})}
-            targets.setdefault(p, {})[site] = q
+        left = self.nesting.maps.keys() - self.nesting.given.keys()
         dims = {plate: frame.dim for plate, frame in self.probe.plates.items()}
-        over = {p: {q: dims[q] for q in names.values()} for p, names in targets.items()}
-        return tuple(MapPlan(p, dims[p], values[p], names, over[p]) for p, names in targets.items())
+        plans = {}
+        for p, plan in self.found.items():
+            targets = {name: q for name, q in plan.targets.items() if (q, p) in left}
+            read = set().union(*(self.parents[name] for name in targets))
+            values = {u: pair for u, pair in plan.values.items() if u in read}
+            if targets:
+                plans[p] = plan._replace(values=values, targets=targets)
+        for (latent, site), (q, p) in self.nesting.pairs.items():
+            plan = plans.get(p, MapPlan(p, dims[p], {}, {}, {}))
+            plans[p] = plan._replace(
+                values={latent: self._pair(latent), **plan.values},
+                targets={**plan.targets, site: q},
+            )
+        return tuple(
+            plan._replace(dims={q: dims[q] for q in plan.targets.values()})
+            for plan in plans.values()
+        )
 
     def _find(self, plate: str) -> None:
         inside = [
-            u for u in self.sites if u in self.nesting.latents and plate in self.probe.plates_of[u]
+            u for u in self.sites if u in self.probe.movable and plate in self.probe.plates_of[u]
         ]
         targets = [name for name in self.sites if self._is_target(name, plate, inside)]
         latents = [u for u in inside if any(u in self.parents[name] for name in targets)]
         plan = self._moving_plan(plate, latents, targets) if targets else None
         if plan is not None:
-            self.values[plate] = plan.values
-            for name, index in self._trial(plan).decode().items():
-                self._accept(plate, name, index)
+            accepted = {
+                name: self._accept(plate, name, index)
+                for name, index in self._trial(plan).decode().items()
+            }
+            over = {name: q for name, q in accepted.items() if q is not None}
+            self.found[plate] = plan._replace(targets=over)
 
     def _is_target(self, name: str, plate: str, latents: Collection[str]) -> bool:
         plates = self.probe.plates_of[name]
@@ -128,7 +130,7 @@ class _Search:
     def _moving_plan(self, plate: str, latents: list[str], targets: list[str]) -> MapPlan | None:
         """Returns a plan whose two values move every row of its targets' plates, as many targets as can be had."""
         best = MapPlan(plate, self.probe.plates[plate].dim, {}, {}, {})
-        for _ in range(_PAIRS):
+        for _ in range(PAIRS):
             values = {name: self._pair(name) for name in latents}
             plan = best._replace(values=values, targets=dict.fromkeys(targets, ""))
             try:
@@ -165,23 +167,25 @@ class _Search:
             return self.probe.attempt(self.probe.run, full).sites
 
         held = [
-            name for name in self.sites if name in self.nesting.latents and name not in plan.values
+            name for name in self.sites if name in self.probe.movable and name not in plan.values
         ]
         return Trial(
-            run, plan, {name: self._first_instance(name, self.probe.base[name]) for name in held}
+            run,
+            plan,
+            {name: first_instance(self.probe.base[name], self.sites[name]) for name in held},
         )
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
-        fn = self.sites[name]["fn"]
-        first = redraw(fn, self.probe.base[name])
-        return self._first_instance(name, first), self._first_instance(name, redraw(fn, first))
+        """Two values of a latent's first instance that differ in every element."""
+        site = self.sites[name]
+        first = redraw(site["fn"], self.probe.base[name])
+        second = redraw(site["fn"], first)
+        return first_instance(first, site), first_instance(second, site)
 
-    def _first_instance(self, name: str, value: Tensor) -> Tensor:
-        """The value of the first instance in every plate, as ``(*1s, *event)``."""
-        return value[(slice(0, 1),) * (value.dim() - self.sites[name]["fn"].event_dim)]
-
-    def _accept(self, plate: str, name: str, index: Tensor) -> None:
+    def _accept(self, plate: str, name: str, index: Tensor) -> str | None:
         """Takes what a target reads for a map, or a part of one: one instance a row, varying along one plate only.
+
+        Returns that plate; None if it is no map.
 
         In a site of one plate it need not vary: a minibatch may have rows of one instance alone.
         """
@@ -196,7 +200,7 @@ class _Search:
             and (len(rows) == 1 or index.numel() == 1 or len(row[row != NONE].unique()) > 1)
         }
         if len(varying) != 1 or bool((index == SEVERAL).any()):
-            return
+            return None
         q, row = next(iter(varying.items()))
         key = q, plate
         if key in given:
@@ -205,7 +209,7 @@ class _Search:
                 raise ValueError(self._not_as_given(name, key, row))
         # Of a target that reads other instances `Nesting` shows that it does.
         maps[key] = completed(maps.get(key, row), row)
-        self.accepted.setdefault(plate, {})[name] = q
+        return q
 
     def _not_as_given(self, name: str, key: Key, row: Tensor) -> str:
         given = self.nesting.given[key]
