@@ -247,7 +247,9 @@ def _verify(options: argparse.Namespace, found: FoundModel) -> tuple[Report, int
     return verdict_report(title, options.inverse, inverse, verdict), 0 if well else 1
 
 
-def _inverse(options: argparse.Namespace, found: FoundModel) -> tuple[Inverse, AutoNaMIGuide | None]:
+def _inverse(
+    options: argparse.Namespace, found: FoundModel
+) -> tuple[Inverse, AutoNaMIGuide | None]:
     """Returns the inverse that a guide with these options has, and the guide if it can be called.
 
     The guide of the inverse ``auto`` chooses an order in which more latents are exact.
