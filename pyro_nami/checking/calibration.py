@@ -338,7 +338,9 @@ def _posterior_draws(
     """Returns draws of the latents, resampled from weighted ones, ``(num_draws, data sets, *plates, *event)``."""
     with warnings.catch_warnings():
         # of some data sets, by chance; the verdict tells of the others
-        warnings.filterwarnings("ignore", ".*outside the model's simulations|The importance weights")
+        warnings.filterwarnings(
+            "ignore", ".*outside the model's simulations|The importance weights"
+        )
         found = posterior(truth.observed, _num_weighted(num_draws), progress=False)
     drawn = found.resample(num_draws)
     return {
