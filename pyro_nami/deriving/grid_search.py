@@ -19,7 +19,8 @@ __all__ = ["Box", "search"]
 
 DEPTH = 8.0  # nats below the maximum, to which the grid reaches; the share left out is exp(-DEPTH)
 STEP = 2 / (SIZE - 1)  # between points, in coordinates
-LONG_STEP = 4.0  # half sides by which a box grows to where the log density goes on rising
+LONG_STEP = 4.0  # half sides by which the first box grows to where the log density is high at its edge
+SLOWING = 0.8  # share of that by which each further box grows; without it some boxes grow and shrink for ever
 # share of a side's points that are within DEPTH; ten times less leaves few points to tell a density by
 LEAST_COVERED = 0.5
 MAX_GRIDS = 20  # tables of the log density until the search gives up
@@ -136,12 +137,12 @@ def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found
     grid = grid.reshape(-1, *(1,) * (first.center.dim() - 1), grid.shape[-1])
     normal = -2 * DEPTH * grid.square().sum(-1)
     box, peaks = first, list[Peaks]()
-    for _ in range(MAX_GRIDS):
+    for i in range(MAX_GRIDS):
         values = log_prob(box.places(grid))
         peaks.append(Peaks.of_table(values, box))
         top = values.amax(0)
         table = torch.where(top.isfinite(), values.clamp(min=top - FLOOR), normal)
-        following, fits = _moved(box, grid, table)
+        following, fits = _moved(box, grid, table, LONG_STEP * SLOWING**i)
         if bool(fits.all()):
             following, fits = _widened(box, table, log_prob, peaks)
         if bool(fits.all()):
@@ -154,8 +155,11 @@ def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found
     return Found(box.where(fits, first), table.where(fits, normal), fits & top.isfinite())
 
 
-def _moved(box: Box, grid: Tensor, table: Tensor) -> tuple[Box, Tensor]:
-    """Returns the box around the points within `DEPTH`, and for which data sets the present box does, ``(*batch)``."""
+def _moved(box: Box, grid: Tensor, table: Tensor, growth: float) -> tuple[Box, Tensor]:
+    """Returns the box around the points within `DEPTH`, and for which data sets the present box does, ``(*batch)``.
+
+    Sides with such points at the edge of the present box grow by ``growth``, in half sides.
+    """
     members = grid.shape[-1]
     kept = table > table.amax(0) - DEPTH
     fits = torch.ones_like(kept[0])
@@ -173,8 +177,8 @@ def _moved(box: Box, grid: Tensor, table: Tensor) -> tuple[Box, Tensor]:
     lines = [by_axis.movedim(i, 0).reshape(SIZE, -1, *fits.shape).any(1) for i in range(members)]
     line = torch.stack(lines, -1)
     fits = fits & ~(line[0] | line[-1] | (line.sum(0) < LEAST_COVERED * SIZE)).any(-1)
-    low = low - torch.where(line[0], LONG_STEP, STEP)
-    high = high + torch.where(line[-1], LONG_STEP, STEP)
+    low = low - torch.where(line[0], growth, STEP)
+    high = high + torch.where(line[-1], growth, STEP)
     return box.where(fits, box.spanning(low, high)), fits
 
 

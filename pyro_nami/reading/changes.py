@@ -69,14 +69,24 @@ def moved(
 
 
 def differs(before: Any, after: Any, kept: dict[Any, Tensor]) -> bool:
-    """Whether a site, or its support, differs to the bit between its messages in two runs; see `moved`."""
-    rows = moved(before, after, density_only=True, kept=kept)
-    return bool(rows.any()) or not same_support(before["fn"], after["fn"])
+    """Whether a site, or its support, differs to the bit between its messages in two runs; see `moved`.
+
+    A distribution without a density is compared by all numbers that it is made of.
+    """
+    if bool(moved(before, after, density_only=True, kept=kept).any()):
+        return True
+    if "log_prob" not in kept and not _same_numbers(before["fn"], after["fn"]):
+        return True
+    return not same_support(before["fn"], after["fn"])
 
 
 def same_support(a: Any, b: Any) -> bool:
     """Whether the supports of two distributions are made of the same numbers."""
-    old, new = numbers_in(support_of(a)), numbers_in(support_of(b))
+    return _same_numbers(support_of(a), support_of(b))
+
+
+def _same_numbers(a: Any, b: Any) -> bool:
+    old, new = numbers_in(a), numbers_in(b)
     return len(old) == len(new) and all(
         x.shape == y.shape and bool(_equal(x, y).all()) for x, y in zip(old, new)
     )
