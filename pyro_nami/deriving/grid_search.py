@@ -19,7 +19,9 @@ __all__ = ["Box", "search"]
 
 DEPTH = 8.0  # nats below the maximum, to which the grid reaches; the share left out is exp(-DEPTH)
 STEP = 2 / (SIZE - 1)  # between points, in coordinates
-LONG_STEP = 4.0  # half sides by which the first box grows to where the log density is high at its edge
+LONG_STEP = (
+    4.0  # half sides by which the first box grows to where the log density is high at its edge
+)
 SLOWING = 0.8  # share of that by which each further box grows; without it some boxes grow and shrink for ever
 # share of a side's points that are within DEPTH; ten times less leaves few points to tell a density by
 LEAST_COVERED = 0.5
