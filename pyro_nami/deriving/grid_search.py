@@ -22,10 +22,10 @@ STEP = 2 / (SIZE - 1)  # between points, in coordinates
 LONG_STEP = (
     4.0  # half sides by which the first box grows to where the log density is high at its edge
 )
-SLOWING = 0.8  # share of that by which each further box grows; without it some boxes grow and shrink for ever
+SLOWING = 0.8  # of the growth of each box in the second half; without it some boxes grow and shrink for ever
 # share of a side's points that are within DEPTH; ten times less leaves few points to tell a density by
 LEAST_COVERED = 0.5
-MAX_GRIDS = 20  # tables of the log density until the search gives up
+MAX_GRIDS = 40  # tables of the log density until the search gives up
 MAX_PEAKS = 8  # local maxima that are kept of a table
 CLIMB_ROUNDS = 16  # of a climb to a mode, which halve a step of the grid at most so many times
 
@@ -144,7 +144,9 @@ def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found
         peaks.append(Peaks.of_table(values, box))
         top = values.amax(0)
         table = torch.where(top.isfinite(), values.clamp(min=top - FLOOR), normal)
-        following, fits = _moved(box, grid, table, LONG_STEP * SLOWING**i)
+        following, fits = _moved(
+            box, grid, table, LONG_STEP * SLOWING ** max(0, i - MAX_GRIDS // 2)
+        )
         if bool(fits.all()):
             following, fits = _widened(box, table, log_prob, peaks)
         if bool(fits.all()):
