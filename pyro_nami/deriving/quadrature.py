@@ -17,9 +17,10 @@ from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, grid_like, s
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import own_mask
 
-__all__ = ["Tabulated"]
+__all__ = ["INACCURATE", "Tabulated"]
 
 STEEPEST = 1e9  # slope in nats a deviation, to which larger ones, which may overflow, are cut
+INACCURATE = "slopes of the log density do not add up to it"
 MAX_ERROR = 1e-2  # of an integral of slopes, in nats and relative
 
 
@@ -159,5 +160,5 @@ class Tabulated(Expansion):
             off = (total - total[self._middle] - moved.sum(-1)).abs()
             size = moved.abs().sum(-1)
             if not (off <= MAX_ERROR * (1 + size) + rounding).all():
-                return "slopes of the log density do not add up to it"
+                return INACCURATE
         return ""

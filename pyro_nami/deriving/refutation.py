@@ -19,7 +19,7 @@ from pyro_nami.deriving.expansion import TOLERANCE, Expansion, expanding, irregu
 from pyro_nami.deriving.exponential_families import FORMS, ByStatistics
 from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.newton import LOST, Newton, has_one_mode, is_concave
-from pyro_nami.deriving.quadrature import Tabulated
+from pyro_nami.deriving.quadrature import INACCURATE, Tabulated
 from pyro_nami.program.first_run import is_node
 from pyro_nami.program.flat_priors import CUT, MOST_LOST
 from pyro_nami.program.isolation import forked_rng
@@ -75,6 +75,7 @@ class Refutation:
         run: runs the model with values at its latents.
         draws: values of all sites, at which densities are probed: with data of the same draw, as far from the data
             many a density looks quadratic. Those that lack a latent are passed over.
+        is_given: whether conditionals are for the data of the first draw alone.
 
     Attributes:
         refused: latent -> why its conditional is not exact, as last found.
@@ -86,6 +87,7 @@ class Refutation:
     nesting: int
     run: RunModel
     draws: Sequence[Mapping[str, Tensor]]
+    is_given: bool = False
     refused: dict[str, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     open: set[str] = field(default_factory=set)
@@ -146,8 +148,10 @@ class Refutation:
                     group, {name: draw[name] for name in given}, own, told > PROBED_DRAWS
                 )
                 # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a
-                # latent open; the first is the data themselves.
+                # latent open; nor data at which a grid is inaccurate, where the grid is not for these. The first draw
+                # holds the data themselves.
                 mute = reason.startswith((_NOT_FINITE, OPEN, _LOOSE, CUT[: CUT.index("{")]))
+                mute |= reason == INACCURATE and self.is_given and not group.needed
                 if reason and reason != _FLAT and (not mute or draw is self.draws[0]):
                     return reason
                 told, flat = told + (not reason), reason if reason == _FLAT else flat

@@ -128,7 +128,12 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
         return None
     own = {name: first.nodes[name]["value"] for name in first.net.sites if name in first.nodes}
     return Finder(
-        tests=Refutation(first.plates.nesting, first.run, [own, *first.draws[:6]]),
+        tests=Refutation(
+            first.plates.nesting,
+            first.run,
+            [own, *first.draws[:6]],
+            is_given=not options.simulated,
+        ),
         net=first.net,
         nodes=first.nodes,
         frames=first.frames,
