@@ -185,7 +185,7 @@ def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
         return loss(amortize(model, observed=["x"], **options))
 
     focused = run(at=x, rounds=2)
-    assert focused < -4.2, focused  # exact: -5.3; the prior 3.3; seeds 0 to 2: -4.4, -5.2, -5.1
+    assert focused < -4.6, focused  # exact: -5.3; the prior 3.3
     # but for runs that look at the model
     first, last = (theta for theta in seen if len(theta) > 20)
     assert len(first) == len(last) == 600
