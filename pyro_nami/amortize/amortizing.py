@@ -240,7 +240,7 @@ class _Training(NamedTuple):
         if self.fresh or (first.history.best_step or 0) > self.steps / 2:
             return first
         # at a rate that stays the same, this decay would shrink weights by a factor of exp(-7)
-        second = self.run(named(make()), rate=0.02, decay=350 / self.steps)
+        second = self.run(named(make()), RATE, decay=7 / (RATE * self.steps))
         return min(first, second, key=lambda trained: trained.loss)
 
     def run(
