@@ -99,6 +99,7 @@ class Expansion:
         self._given = given or {}
         self.priors: dict[str, Any] = {}
         self.values: dict[str, Tensor] = {}
+        self._shapes: dict[str, torch.Size] = {}
         self.finite: dict[str, Tensor] = {}
         self.count: int | None = None
         self.leading = torch.Size(leading)
@@ -223,7 +224,9 @@ class Expansion:
     def choose(self, name: str, prior: Any) -> Tensor:
         """Returns a member's values at the points, given its prior."""
         prior = self.priors[name] = unmasked(prior)
-        shape = self.shape_of(name)
+        leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
+        shape = broadcast(leading, torch.Size(prior.batch_shape)) + torch.Size(prior.event_shape)
+        self._shapes[name] = shape
         dims = len(self.leading) + (self.count is not None)
         if len(shape) > dims + len(prior.event_shape):
             raise RuntimeError(
@@ -239,9 +242,7 @@ class Expansion:
 
     def shape_of(self, name: str) -> torch.Size:
         """Returns the shape of a member's values, with all batch dims."""
-        leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
-        prior = self.priors[name]
-        return broadcast(leading, torch.Size(prior.batch_shape)) + torch.Size(prior.event_shape)
+        return self._shapes[name]
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
@@ -339,6 +340,8 @@ def agree(
 
 def broadcast(shape: torch.Size, other: torch.Size) -> torch.Size:
     """Returns the shape that both broadcast to, if they do; `torch.broadcast_shapes` takes a model's site as long."""
+    if shape == other:
+        return shape
     if len(shape) < len(other):
         shape, other = other, shape
     cut = len(shape) - len(other)
