@@ -188,7 +188,7 @@ class _Trained(NamedTuple):
 
 
 class _Training(NamedTuple):
-    """The simulations and settings of one call of `amortize`, by which one or two guides are trained."""
+    """The simulations and settings of one call of `amortize`, by which up to three guides are trained."""
 
     simulator: Simulator
     draws: JointDraws
@@ -224,7 +224,7 @@ class _Training(NamedTuple):
         return self.run(guide, rate=0.003, share=1 / 6)
 
     def _flows(self, learned: Sequence[str], options: Mapping[str, Any]) -> _Trained:
-        """Returns the best of the guides by splines, of which there are two if the first one overfits."""
+        """Returns the best of up to three guides by splines; after one that overfits comes one with more restraint."""
         # without a density the latents of simulations do not move, and four splines do best for few of them as well
         few = self.draws.num < FEW_SIMULATIONS
         moves = not isinstance(self.simulator.model, SimulatorModel)
@@ -236,12 +236,13 @@ class _Training(NamedTuple):
             hidden_features=(64, 64),
             **options,
         )
-        first = self.run(named(make()), RATE)
-        if self.fresh or (first.history.best_step or 0) > self.steps / 2:
-            return first
-        # at a rate that stays the same, this decay would shrink weights by a factor of exp(-7)
-        second = self.run(named(make()), RATE, decay=7 / (RATE * self.steps))
-        return min(first, second, key=lambda trained: trained.loss)
+        trained = [self.run(named(make()), RATE)]
+        for rate in () if self.fresh else (RATE, RATE / 3):
+            if (trained[-1].history.best_step or 0) > self.steps / 2:
+                break
+            # at a rate that stays the same, this decay would shrink weights by a factor of exp(-7)
+            trained.append(self.run(named(make()), rate, decay=7 / (rate * self.steps)))
+        return min(trained, key=lambda trained: trained.loss)
 
     def run(
         self, guide: AutoNaMIGuide, rate: float, share: float = 1.0, decay: float = 0.0

@@ -430,19 +430,24 @@ def test_a_prior_without_draws_is_named():
         amortize(model, observed=["y"])
 
 
-def test_where_a_guide_overfits_a_second_one_has_more_restraint(monkeypatch):
+def test_where_a_guide_overfits_the_next_one_has_more_restraint(monkeypatch):
     """Data that say nothing of two latents: the exact density is the prior's."""
-    decays = []
+    settings = []
 
     def recorded(parameters, lr, weight_decay):
-        decays.append(weight_decay)
+        settings.append((lr, weight_decay))
         return SOAP(parameters, lr=lr, weight_decay=weight_decay)
 
     monkeypatch.setattr(amortizing, "SOAP", recorded)
     prior = dist.Normal(torch.zeros(2), 1.0).to_event(1)
     model = from_simulator(prior, lambda theta: torch.randn(len(theta), 10))
     posterior = amortize(model, observed=["x"], simulations=300, steps=120, progress=False)
-    assert decays == [0.0, pytest.approx(7 / (0.06 * 120))]
+    decays = [7 / (0.06 * 120), 7 / (0.02 * 120)]
+    assert settings == [
+        (0.06, 0.0),
+        (0.06, pytest.approx(decays[0])),
+        (0.02, pytest.approx(decays[1])),
+    ]
     theta, x = prior.sample((2000,)), torch.randn(2000, 10)
     with torch.no_grad():
         gap = (
