@@ -21,111 +21,36 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
+from posteriors import FOLDER
+from posteriors.designs import Regression, is_regression, regression
 from pyro.distributions import constraints
 from torch import Tensor
 
 from pyro_nami import AutoNaMIGuide
 
 RESULTS = Path(__file__).parent / "results" / "flat_priors.json"
-DATA = Path(__file__).parents[2] / "shared" / "data" / "posteriordb"
 DRAWS = 4000
 SMOKE = ("kidiq-kidscore_momiq", "earnings-earn_height")
 
 
-class Regression(NamedTuple):
-    """A regression of posteriordb: its design ``(rows, coefficients)``, outcomes, and how wide its priors are to be."""
+class Reference(NamedTuple):
+    """A linear regression of posteriordb with its reference means and sds."""
 
-    design: Tensor
-    outcomes: Tensor
-    bound: float
-    half_cauchy: bool  # whether the noise has that prior, as in the source; else it is flat
-
-
-def _columns(*columns: Any) -> Tensor:
-    first = torch.as_tensor(columns[0], dtype=torch.float64)
-    rows = [
-        torch.ones_like(first),
-        *(torch.as_tensor(each, dtype=torch.float64) for each in columns),
-    ]
-    return torch.stack(rows, -1).float()
+    name: str
+    case: Regression
+    summary: dict[str, Any]
 
 
-def _centred(values: Any, unit: bool) -> Tensor:
-    values = torch.as_tensor(values, dtype=torch.float64)
-    return (values - values.mean()) / (2 * values.std() if unit else 1.0)
-
-
-def _kidiq(data: dict[str, Any], kind: str) -> Tensor:
-    school, iq = (torch.as_tensor(data[name], dtype=torch.float64) for name in ("mom_hs", "mom_iq"))
-    if kind.startswith("interaction_"):
-        school, iq = (_centred(each, kind == "interaction_z") for each in (school, iq))
-    parts = {"momhs": [school], "momiq": [iq], "momhsiq": [school, iq]}
-    return _columns(*parts.get(kind, [school, iq, school * iq]))
-
-
-def _earnings(data: dict[str, Any], kind: str) -> Tensor:
-    height = torch.as_tensor(data["height"], dtype=torch.float64)
-    return (
-        _columns(height.log(), data["male"])
-        if kind == "logearn_logheight_male"
-        else _columns(height)
-    )
-
-
-def _mesquite(data: dict[str, Any], kind: str) -> Tensor:
-    names = ("diam1", "diam2", "canopy_height", "total_height", "density")
-    one, two, canopy, total, density = (
-        torch.as_tensor(data[name], dtype=torch.float64) for name in names
-    )
-    volume, area, shape = (one * two * canopy).log(), (one * two).log(), (one / two).log()
-    if kind == "logmesquite_logvas":
-        return _columns(volume, area, shape, total.log(), density.log(), data["group"])
-    if kind == "logmesquite_logvolume":
-        return _columns(volume)
-    parts = [one, two, canopy, total, density]
-    return _columns(
-        *(part.log() if kind == "logmesquite" else part for part in parts), data["group"]
-    )
-
-
-def _nes(data: dict[str, Any]) -> Tensor:
-    age = torch.as_tensor(data["age_discrete"])
-    groups = ((age == each).double() for each in (2, 3, 4))
-    rest = (data[name] for name in ("educ1", "gender", "income"))
-    return _columns(data["real_ideo"], data["race_adj"], *groups, *rest)
-
-
-def regression(folder: Path, name: str, summary: dict[str, Any]) -> Regression:
-    """Returns the regression of a posterior of posteriordb."""
-    data_of, kind = name.split("-")
-    data = json.loads((folder / summary.get("data_file", f"{name}.data.json")).read_text())
-    kind = kind.removeprefix("kidscore_")
-    if data_of.startswith("kidiq"):
-        return Regression(
-            _kidiq(data, kind), torch.tensor(data["kid_score"]).float(), 1e3, "with" not in data_of
-        )
-    if data_of == "earnings":
-        return _in_logs(_earnings(data, kind), data["earn"], kind, 1e6)
-    if data_of == "mesquite":
-        return _in_logs(_mesquite(data, kind), data["weight"], kind, 1e4)
-    return Regression(_nes(data), torch.tensor(data["partyid7"]).float(), 1e3, False)
-
-
-def _in_logs(design: Tensor, outcomes: Any, kind: str, bound: float) -> Regression:
-    """Returns a regression of outcomes, or of their logarithms where its name says so."""
-    y = torch.as_tensor(outcomes, dtype=torch.float64)
-    if kind.startswith("log"):
-        y, bound = y.log(), 1e3
-    return Regression(design, y.float(), bound, False)
-
-
-def posteriors(folder: Path) -> Iterator[tuple[str, Regression, dict[str, Any]]]:
-    """Yields name, regression and reference summary of each linear regression of posteriordb."""
+def references(folder: Path) -> Iterator[Reference]:
+    """Yields each linear regression of posteriordb under flat priors."""
     for path in sorted(folder.glob("*.summary.json")):
         name = path.name.removesuffix(".summary.json")
-        if name.split("-")[0].startswith(("kidiq", "earnings", "mesquite", "nes")):
+        if is_regression(name):
             summary = json.loads(path.read_text())
-            yield name, regression(folder, name, summary), summary
+            file = summary.get("data_file", f"{name}.data.json")
+            yield Reference(
+                name, regression(name, json.loads((folder / file).read_text())), summary
+            )
 
 
 def flat(bound: float | None, low: float | None = None) -> Any:
@@ -240,14 +165,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="two posteriors, and no file")
-    parser.add_argument("--data", type=Path, default=DATA, help="posteriordb's summaries and data")
+    parser.add_argument(
+        "--data", type=Path, default=FOLDER, help="posteriordb's summaries and data"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.broadcast_shapes((1,), (2,))  # which imports a second's worth of torch once
     rows = []
     print(f"{'posterior':36} {'style':9} {'prior':8} {'mean':>6} {'sd':>6} {'s':>5}  learned")
-    for name, case, summary in posteriors(options.data):
+    for name, case, summary in references(options.data):
         if options.smoke and name not in SMOKE:
             continue
         for style, make in STYLES.items():
