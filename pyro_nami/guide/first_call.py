@@ -27,8 +27,8 @@ from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.changes import moved
+from pyro_nami.reading.extraction import Extraction, extract, is_blocked
 from pyro_nami.reading.masked_latents import read_where_masked
-from pyro_nami.reading.network import Extraction, extract, is_blocked
 
 __all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call"]
 

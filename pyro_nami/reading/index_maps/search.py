@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_nami.program.plate_dims import any_along, first_instance
 from pyro_nami.program.site_values import redraw
-from pyro_nami.reading.index_maps.finder import NONE, SEVERAL, MapPlan, Trial, along, completed
+from pyro_nami.reading.index_maps.decoding import NONE, SEVERAL, MapPlan, Trial, along, completed
 from pyro_nami.reading.index_maps.given import given_by_plates
 from pyro_nami.reading.index_maps.nesting import Nesting
 from pyro_nami.reading.interventions import Dependencies
