@@ -88,9 +88,10 @@ class TemperedPath:
 
     Example:
         >>> import pyro.distributions as dist
+        >>> from pyro_nami.program.program import Program
         >>> def model():
         ...     pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.tensor(2.0))
-        >>> path, position = Start.of(Target(model, None, (), {}), {}, None).path(3, slice(0, 1))
+        >>> path, position = Start.of(Target(Program(model, (), {}), None), {}, None).path(3, slice(0, 1))
         >>> path.gradient(torch.ones(3, 1, 1), 0.5)[0]  # at z = 1 of -z^2 / 2 - 0.5 (2 - z)^2 / 2
         tensor([[-0.5000]])
     """

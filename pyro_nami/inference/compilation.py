@@ -198,7 +198,7 @@ class InferenceCompilation:
             simulator = Simulator(
                 self.model, args, kwargs, observed_names(self._observed, self.guide)
             )
-            bind(self.guide, self.model, simulator.model)
+            bind(self.guide, simulator.model)
             given = as_draws(data, simulator) if are_all(data) else None
             self._trainer = Trainer(simulator, self.guide, self._optimization, self._wrap, given)
         return self._trainer, Simulations(self._trainer.simulator, arguments, self.batch_size)

@@ -49,6 +49,7 @@ from pyro_nami.messages import OneByOne, check_counts, warn
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws
 from pyro_nami.program.memory import rows_in_memory
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
 __all__ = ["Proposal", "importance_sample"]
@@ -109,7 +110,7 @@ def importance_sample(
         tensor(-2.2655)
     """
     check_counts(num_samples=num_samples, chunk_size=chunk_size)
-    target = Target(model, guide, args, kwargs, prior_share=defensive)
+    target = Target(Program(model, args, kwargs), guide, prior_share=defensive)
     ours = max(1, math.floor((1 - defensive) * num_samples))
     target = replace(target, prior_share=1 - ours / num_samples)
     proposal = Proposal.of(target, as_mapping(observations))

@@ -115,8 +115,7 @@ class LatentMoves:
     def _checked(self, few: JointDraws, state: dict[str, Any]) -> Proposal | None:
         """Returns the proposal, if it draws at once, and by the density that the model simulates; None otherwise."""
         state["tries"] -= 1
-        simulator = self.simulator
-        target = Target(simulator.model, self.guide, simulator.args, simulator.kwargs)
+        target = Target(self.simulator.program, self.guide)
         try:
             proposal = Proposal.of(target, few.observed)
             if not all(map(_is_simulated, proposal.single.model.values())):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pyro_nami.inference.simulate import JointDraws
 from pyro_nami.inference.target import Target
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
@@ -52,7 +53,7 @@ class CompilationLoss(nn.Module):
         self.arguments: tuple[tuple, Mapping[str, Any]] = (), {}
 
     def forward(
-        self, draws: JointDraws, args: tuple, kwargs: dict[str, Any], *, whole: bool = False
+        self, draws: JointDraws, args: tuple, kwargs: Mapping[str, Any], *, whole: bool = False
     ) -> Tensor:
         """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it.
 
@@ -84,10 +85,10 @@ def _identities(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[int], dict
 
 
 def site_log_probs(
-    guide: Callable, draws: JointDraws, args: tuple, kwargs: dict[str, Any]
+    guide: Callable, draws: JointDraws, args: tuple, kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Returns log q of simulations at every site of a guide, ``(draws,)`` each; see `Target.guide_log_probs`."""
-    target = Target(guide, guide, args, kwargs, nesting=draws.nesting)
+    target = Target(Program(guide, args, kwargs), guide, nesting=draws.nesting)
     extent = target.extent(draws.num)._replace(data=draws.observed)
     return target.guide_log_probs(extent, draws.latents)
 
@@ -97,7 +98,7 @@ def non_finite_sites(
     parameters: Sequence[Tensor],
     draws: JointDraws,
     args: tuple,
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
 ) -> tuple[list[str], str]:
     """Returns the sites at which log q or its gradient is not finite, and the site of the largest loss.
 

@@ -32,6 +32,7 @@ from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
 from pyro_nami.messages import check_counts, warn
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws, of_rank
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
 __all__ = ["JointDraws", "Simulator"]
@@ -100,7 +101,7 @@ class Simulator:
         observed: sites that inference will condition on, beside those that the model observes itself.
 
     Attributes:
-        model: as given, or `Vectorized`, where only so one run gives all draws.
+        program: the model and its arguments; the model is in `Vectorized` where only so one run gives all draws.
         nesting: plate dims of the model.
         latent, observed: names of the sites, in model order.
         single: latent or observed site -> its message in a run of one draw.
@@ -129,9 +130,7 @@ class Simulator:
         kwargs: Mapping[str, Any] | None = None,
         observed: Sequence[str] = (),
     ) -> None:
-        self.model = model
-        self.args = tuple(args)
-        self.kwargs = dict(kwargs or {})
+        self.program = Program(model, tuple(args), dict(kwargs or {}))
         self.nesting = 0
         self.single: dict[str, Any] = {}
         data: set[str] = set()  # the sites that the model observes
@@ -150,11 +149,11 @@ class Simulator:
             self.latent = tuple(name for name in self.single if name not in self.observed)
             self._check_sites(sites, given)
             target, reason = run_for_many(
-                self.target, lambda target: self._of(target.model)._difference(sites)
+                self.target, lambda target: self._of(target.program)._difference(sites)
             )
         parameters = params.trace.nodes.items()
         self.trainable = tuple(name for name, site in parameters if _is_trained(site))
-        self.model = target.model
+        self.program = target.program
         self.vectorized = reason is None
         if reason is not None:
             warn(
@@ -162,6 +161,11 @@ class Simulator:
                 "which is slow. Write the model for batch dims on the left: `alpha[..., index]` for `alpha[index]`, "
                 "`w @ X.mT` for `X @ w`, dims counted from the right, `torch.where` for `if`."
             )
+
+    @property
+    def model(self) -> Callable:
+        """The model as it is run: as given, or `Vectorized`."""
+        return self.program.model
 
     @property
     def enumerates(self) -> bool:
@@ -212,9 +216,7 @@ class Simulator:
 
     def at(self, *args: Any, **kwargs: Any) -> Simulator:
         """Returns a simulator of the same model at other arguments (other plate sizes, say), not checked again."""
-        other = copy.copy(self)
-        other.args, other.kwargs = args, kwargs
-        return other
+        return self._of(self.program._replace(args=args, kwargs=kwargs))
 
     def sites(self) -> dict[str, Any]:
         """Returns the sites of a single run, with nothing observed, as messages."""
@@ -225,7 +227,7 @@ class Simulator:
     @property
     def target(self) -> Target:
         """The model on these arguments, without a guide."""
-        return Target(self.model, None, self.args, self.kwargs, nesting=self.nesting)
+        return Target(self.program, None, nesting=self.nesting)
 
     def _run(
         self,
@@ -284,10 +286,10 @@ class Simulator:
                     f"Simulations know nothing of the factor '{name}': they are of the model without it."
                 )
 
-    def _of(self, model: Callable) -> Simulator:
-        """Returns a simulator of another model, with the same sites."""
+    def _of(self, program: Program) -> Simulator:
+        """Returns a simulator of another program, with the same sites."""
         other = copy.copy(self)
-        other.model = model
+        other.program = program
         return other
 
     def _difference(self, sites: Mapping[str, Any]) -> str | None:

@@ -229,7 +229,7 @@ def _first_call(
     loss: CompilationLoss, simulator: Simulator, given: JointDraws | None
 ) -> dict[str, Tensor]:
     """Calls a guide, as lazy ones get their parameters then, and regresses it, if it can be; returns these by name."""
-    guide, args, kwargs = loss.guide, simulator.args, simulator.kwargs
+    guide, (_, args, kwargs) = loss.guide, simulator.program
     regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
     count = FIRST_CALL if regress is None else REGRESSED
     with forked_rng():
