@@ -12,9 +12,8 @@ from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.processes import Processes
-from pyro_nami.inference.random_state import rng_state, set_rng_state
 from pyro_nami.inference.simulate import JointDraws, Simulator
-from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.isolation import forked_rng, rng_state, set_rng_state
 
 __all__ = ["Arguments", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 

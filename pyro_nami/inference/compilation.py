@@ -29,12 +29,12 @@ from pyro_nami.inference.history import History
 from pyro_nami.inference.latent_moves import LatentMoves
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.optimizers import optimization_of
-from pyro_nami.inference.random_state import rng_state, set_rng_state
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import bind
 from pyro_nami.inference.trackers import Tracker, callback
 from pyro_nami.inference.trainer import Trainer
 from pyro_nami.messages import check_counts, warn
+from pyro_nami.program.isolation import rng_state, set_rng_state
 
 __all__ = ["InferenceCompilation"]
 

@@ -10,8 +10,8 @@ import torch
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
-from pyro_nami.inference.random_state import rng_state, set_rng_state
 from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
+from pyro_nami.program.isolation import rng_state, set_rng_state
 from pyro_nami.program.runner import Runner
 
 __all__ = [
@@ -65,7 +65,8 @@ def weighed_run(
 ) -> Weighed:
     """Runs the guide, at its own draws or at given values, and the model at the guide's; or runs ``weigh``.
 
-    Where distributions refuse some draws, and the model's log density is NaN there, it stays so, at other values.
+    Where distributions refuse some draws, the run is repeated without validation, and the model's log density is NaN
+    or minus infinity there.
 
     Raises:
         BadDensity: a distribution refuses NaN of the guide.
@@ -85,37 +86,13 @@ def weighed_run(
                 raise bad from error
             except Exception:  # the same error, or what follows from it
                 raise error from None
-        # Without validation a refused draw may be one of no density as well.
-        refused = {name: part.isnan() | part.isneginf() for name, part in run.log_p.items()}
-        if (lost := _draws_of(refused, run.extent)).all():
-            return run
-        again = weigh(target, extent, {**_filled(run, lost), **(values or {})})
-        log_p = {
-            name: torch.where(refused[name], part, again.log_p[name])
-            for name, part in run.log_p.items()
-        }
-        return again._replace(log_p=log_p)
+    return run
 
 
 def lost_draws(run: Weighed) -> Tensor:
     """Returns the draws at which the model's log density is NaN."""
-    return _draws_of({name: part.isnan() for name, part in run.log_p.items()}, run.extent)
-
-
-def _draws_of(flags: Mapping[str, Tensor], extent: Extent) -> Tensor:
-    """Returns the draws at which any part of a site's log density has a flag."""
-    return torch.stack([count > 0 for count in per_draw(flags, extent).values()]).any(0)
-
-
-def _filled(run: Weighed, lost: Tensor) -> dict[str, Tensor]:
-    """Returns the draws of a run, where a good draw takes the place of all that are lost."""
-    found, good = {}, (~lost).flatten().nonzero()[0]
-    for name, site in (run.guide or run.model).items():
-        if not site["is_observed"]:
-            value = whole(site)
-            flat = value.reshape(lost.numel(), -1)
-            found[name] = torch.where(lost.reshape(-1, 1), flat[good], flat).reshape(value.shape)
-    return found
+    flags = {name: part.isnan() for name, part in run.log_p.items()}
+    return torch.stack([count > 0 for count in per_draw(flags, run.extent).values()]).any(0)
 
 
 def weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Weighed:

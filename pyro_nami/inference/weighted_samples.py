@@ -107,7 +107,7 @@ class WeightedSamples:
     def log_evidence(self) -> Tensor:
         """Estimate of log p(x), ``(*data sets)``, nats: log of the mean weight; NaN where no weights are known."""
         found = log_mean(self.log_weights)
-        return found if self.pool is None else found.where(~self.pool.evidence.isnan(), math.nan)
+        return found.where(~self._pool.evidence.isnan(), math.nan)
 
     @cached_property
     def log_evidence_error(self) -> Tensor:
@@ -116,7 +116,7 @@ class WeightedSamples:
         inf for a single draw. Not to be trusted where `pareto_k` is not: the weights' variance may be infinite.
         """
         error = log_mean_error(self.log_weights)
-        return error if self.pool is None else (error.square() + self.pool.evidence).sqrt()
+        return (error.square() + self._pool.evidence).sqrt()
 
     @cached_property
     def effective_sample_size(self) -> Tensor:
@@ -124,7 +124,7 @@ class WeightedSamples:
         size = (
             2 * torch.logsumexp(self.log_weights, 0) - torch.logsumexp(2 * self.log_weights, 0)
         ).exp()
-        return size if self.pool is None else size / (1 + size * self.pool.draws)
+        return size / (1 + size * self._pool.draws)
 
     @cached_property
     def _smoothed(self) -> tuple[Tensor, Tensor]:
@@ -139,11 +139,11 @@ class WeightedSamples:
     @property
     def pareto_k(self) -> Tensor:
         """Shape of the weights' tail, ``(*data sets)``; above 0.7 estimates are unreliable. See `psis.smooth`."""
-        return (
-            self._smoothed[1]
-            if self.pool is None
-            else self._smoothed[1].maximum(self.pool.pareto_k)
-        )
+        return self._smoothed[1].maximum(self._pool.pareto_k)
+
+    @property
+    def _pool(self) -> Pool:
+        return self.pool or Pool.none(self.log_weights[0])
 
     def _weights(self, smoothed: bool) -> Tensor:
         """Normalized weights, ``(num_samples, *data sets)``."""
