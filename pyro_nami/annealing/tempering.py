@@ -24,7 +24,6 @@ from pyro_nami.inference.site_messages import (
     OutsideSupport,
     check_declared,
     check_latents,
-    is_delta,
     log_density,
     with_idle_dims,
 )
@@ -36,6 +35,7 @@ from pyro_nami.inference.target import (
     per_draw,
     run_for_many,
 )
+from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site
 from pyro_nami.program.runner import Runner

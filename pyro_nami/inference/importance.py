@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pyro_nami.inference.observations import Observations, as_mapping
 from pyro_nami.inference.site_messages import (
-    is_delta,
     plate_names,
     plate_nesting,
     with_idle_dims,
@@ -46,6 +45,7 @@ from pyro_nami.inference.weighed_run import (
 )
 from pyro_nami.inference.weighted_samples import WeightedSamples, warn_of_bad
 from pyro_nami.messages import OneByOne, check_counts, warn
+from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws
 from pyro_nami.program.memory import rows_in_memory

@@ -23,16 +23,15 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.distributions import MaskedDistribution
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
-from pyro_nami.factors.wrappers import layers
 from pyro_nami.inference.cost import elements_of_a_draw
 from pyro_nami.inference.importance import Proposal
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.target import Target
 from pyro_nami.program.isolation import bounded_indices, forked_rng
+from pyro_nami.program.masks import is_masked
 from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["LatentMoves"]
@@ -172,8 +171,5 @@ class LatentMoves:
 
 def _is_simulated(site: Any) -> bool:
     """Whether a site counts in the joint density as it does in simulations."""
-    masked = site["mask"] is not None or any(
-        isinstance(fn, MaskedDistribution) for fn in layers(site["fn"])
-    )
     unscaled = bool(torch.as_tensor(site["scale"]).eq(1).all())
-    return unscaled and not site_is_factor(site) and (site["is_observed"] or not masked)
+    return unscaled and not site_is_factor(site) and (site["is_observed"] or not is_masked(site))

@@ -22,7 +22,6 @@ from pyro_nami.factors.wrappers import layers
 from pyro_nami.inference.simulator_model import Simulated
 from pyro_nami.inference.site_messages import (
     check_declared,
-    is_delta,
     log_density,
     plate_nesting,
     plate_shape,
@@ -30,6 +29,7 @@ from pyro_nami.inference.site_messages import (
 )
 from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
 from pyro_nami.messages import check_counts, warn
+from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws, of_rank
 from pyro_nami.program.program import Program
@@ -75,11 +75,9 @@ class JointDraws(NamedTuple):
         """Returns the draws whose values are all finite, and site -> how many of all draws are not, where any."""
         values = {**self.latents, **self.observed}
         bad = {
-            name: ~value.isfinite().reshape(self.num, -1).all(-1)
-            for name, value in values.items()
-            if value.is_floating_point()
+            name: ~value.isfinite().reshape(self.num, -1).all(-1) for name, value in values.items()
         }
-        lost = torch.stack(list(bad.values())).any(0) if bad else torch.zeros(1, dtype=torch.bool)
+        lost = torch.stack(list(bad.values())).any(0)
         if not lost.any():  # one transfer from the device, and rarely more
             return self, {}
         counts = {name: int(rows.sum()) for name, rows in bad.items()}

@@ -26,10 +26,10 @@ from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import (
     check_full_plates,
     check_latents,
-    is_delta,
     log_density,
     plate_nesting,
 )
+from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import bounded_indices
 from pyro_nami.program.many_draws import for_many
 from pyro_nami.program.plate_dims import own_dims
