@@ -17,8 +17,6 @@ from pyro_nami.program.isolation import forked_rng, rng_state, set_rng_state
 
 __all__ = ["Arguments", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
-HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
-
 Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
 Arguments = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
 
@@ -69,7 +67,7 @@ class Simulations(NamedTuple):
             return None
         if isinstance(given, int):
             with forked_rng():
-                pyro.set_rng_seed(HELD_OUT_SEED)
+                pyro.set_rng_seed(2**32 - 1)  # the largest seed, which no training has
                 batches = list(self.total(given))
             return lambda: batches
         if are_all(given):
@@ -79,7 +77,7 @@ class Simulations(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Batches, one a step, and the state by which another process goes on behind the batch read last."""
+    """Batches, one a step, and the state from which a resumed run continues after the last batch read."""
 
     batches: Iterator[Batch]
     state: dict[str, Any]
@@ -102,11 +100,12 @@ def stream_of(
 
     Args:
         simulations: the model's simulations.
-        steps: the steps that are ahead.
-        data: simulations made before, see `as_draws`; None: none. They end when those of one process do.
-        state: of the stream to go on with; empty: none.
+        steps: the steps still to take.
+        data: simulations made before, see `as_draws`; None: none. Batches end in all processes once one process has
+            no more.
+        state: of the stream to continue; empty for a new one.
         processes: the processes that train together.
-        renew: makes other simulations of all at once after each epoch, given a dict to note its own state in.
+        renew: returns the simulations of the next epoch, and keeps its own state in a dict.
     """
     if data is None:
         return Stream(map(simulations.fresh, steps), {})
@@ -123,7 +122,7 @@ class _Shuffled:
         draws: the simulations.
         size: from the number of steps done before an epoch to the size of its batches.
         renew: returns the simulations of the next epoch.
-        place: where the state is noted by which another process goes on.
+        place: the state for a resumed run, updated in place.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
 
 
 def are_all(data: Any) -> bool:
-    """Whether these are all simulations at once, rather than batches."""
+    """Whether data hold all simulations at once, and are no iterable of batches."""
     return isinstance(data, (JointDraws, Mapping, TensorDataset))
 
 

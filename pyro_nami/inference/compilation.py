@@ -101,7 +101,7 @@ class InferenceCompilation:
 
     @property
     def history(self) -> History:
-        """What happened in the last `fit`, or in the steps so far."""
+        """Losses and counts of the last `fit`, or of the steps so far."""
         return History() if self._trainer is None else self._trainer.history
 
     def step(self, *args: Any, **kwargs: Any) -> float:
@@ -140,7 +140,7 @@ class InferenceCompilation:
         progress: bool = True,
         tracker: Tracker | Callable[[str, float, int], Any] | None = None,
     ) -> History:
-        """Trains for a number of steps; for one, if all conditionals are derived and the guide has no weights.
+        """Takes a number of training steps; a single one if all conditionals are derived and the guide has no weights.
 
         With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones; see
         `Trainer.validate` for latents that move. With a checkpoint that exists, training goes on from there, on a CPU
@@ -186,7 +186,7 @@ class InferenceCompilation:
         return trainer.history
 
     def _ask_for_any_data(self) -> None:
-        """Has a guide that can be for one data set or for any be for any."""
+        """Makes a guide that may serve one data set, or any, serve any."""
         ask = getattr(self.guide, "serve_any_data", None)
         if ask is not None:
             ask()
@@ -222,7 +222,7 @@ def _train(
     held_out: Callable[[], Iterable[Batch]] | None,
     plan: _Schedule,
 ) -> None:
-    """Takes the steps of a plan, until its patience or the batches end."""
+    """Takes the steps of a schedule, until the patience or the batches end."""
     history, log = trainer.history, plan.log
     done, last = plan.ahead.start, plan.ahead.stop
     hidden = not plan.progress
@@ -262,9 +262,10 @@ def _save(trainer: Trainer, stream: Stream, checkpoint: str | Path | None) -> No
 def _resume(
     trainer: Trainer, checkpoint: str | Path | None
 ) -> tuple[str | Path | None, dict[str, Any]]:
-    """Goes on from the first process's checkpoint; returns its path and the state of this process's stream.
+    """Resumes from the first process's checkpoint; returns its path and the state of this process's stream.
 
-    Random numbers go on as well; where another number of processes goes on, from the first's, anew in the others.
+    Random states are restored. With another number of processes than before, the first process gets its state back, and
+    the others are seeded anew.
     """
     processes = trainer.processes
     saved: dict[str, Any] = {}

@@ -54,9 +54,6 @@ from pyro_nami.program.runner import Runner
 
 __all__ = ["Proposal", "importance_sample"]
 
-# Largest share of draws at which the model may have no density. At ten times less, some that overflow are an error.
-MAX_LOST = 0.5
-
 
 @torch.no_grad()
 def importance_sample(
@@ -184,7 +181,7 @@ class Proposal:
         lost = log_weights.isnan()
         if lost.any():
             fault = f"{max(chunk.fault for chunk in chunks)} for {int(lost.sum())} of {lost.numel()} draws"
-            if lost.double().mean() >= MAX_LOST:
+            if 2 * lost.sum() >= lost.numel():
                 raise BadDensity(f"Expected {fault}. {CHECK}")
             warn(f"Expected {fault}, which have weight zero. {CHECK}")
         plates = {name: plate_names(self.single.model[name]) for name in self.latents}

@@ -15,8 +15,8 @@ from pyro_nami.program.runner import takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 
-# Loss in nats from which on it grows by its logarithm. At ten times less, the losses of long time series are bent; at
-# ten times more, one simulation of a heavy tail outweighs more of the others.
+# Loss in nats above which the loss grows by its logarithm. At ten times less, the losses of long time series are bent;
+# at ten times more, one simulation of a heavy tail outweighs more of the others.
 LARGE = 1e6
 
 
@@ -28,8 +28,8 @@ class CompilationLoss(nn.Module):
 
     Attributes:
         derived: mean loss of the latents with conditionals derived from the model, in nats. They have no weights, so
-            this constant takes their place in training. None where their loss is to be computed, as it is with other
-            arguments than ``arguments``.
+            this constant stands for their loss in training. None: their loss is computed, as it is with other arguments
+            than ``arguments``.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -57,7 +57,7 @@ class CompilationLoss(nn.Module):
     ) -> Tensor:
         """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it.
 
-        Beyond a million nats it goes on by its logarithm: few simulations are not to outweigh all others.
+        Above a million nats the loss grows by its logarithm, so that few simulations do not outweigh all others.
         """
         same = _identities(args, kwargs) == _identities(*self.arguments)
         guide: Any = self.guide

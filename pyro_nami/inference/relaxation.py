@@ -71,7 +71,7 @@ class ExponentialDecay:
 
 
 class RelaxedELBO(ELBO):
-    """An ELBO whose gradients come by Gumbel-softmax draws of the guide's binary and one-hot latents.
+    """An ELBO with gradients through Gumbel-softmax draws of the guide's binary and one-hot latents.
 
     In `loss_and_grads` and `differentiable_loss` every Bernoulli or OneHotCategorical draw of the guide is a
     reparametrized one in (0, 1), which the model gets as it is: write the model such that it can take it. Densities of
@@ -184,7 +184,7 @@ class RelaxedELBO(ELBO):
 
 
 class Drawn(Messenger):
-    """Makes a guide's discrete draws relaxed ones, and holds at which sites it did in the latest run."""
+    """Relaxes a guide's discrete draws, and holds the names of the sites relaxed in the latest run."""
 
     def __init__(self, temperature: float) -> None:
         super().__init__()

@@ -139,7 +139,7 @@ class Simulator:
 
         with forked_rng(), pyro.validation_enabled(False):  # draws may be NaN
             params = poutine.trace(param_only=True)
-            sites = self._run(Extent(contexts=(params,)), choose=note)
+            sites = self.sites(Extent(contexts=(params,)), choose=note)
             self.nesting = plate_nesting(sites.values())
             self.single = {n: site for n, site in sites.items() if not site_is_factor(site)}
             given = {observed} if isinstance(observed, str) else set(observed)
@@ -195,7 +195,7 @@ class Simulator:
             values = {name: sites[name]["value"] for name in self.single}
             return self.joint(values)._replace(sites=sites if keep_sites else None)
         given = [{name: value[i] for name, value in (latents or {}).items()} for i in range(num)]
-        runs = [self._run(values=values) for values in given]
+        runs = [self.sites(values=values) for values in given]
         return self.joint(
             {
                 name: torch.stack(
@@ -216,10 +216,6 @@ class Simulator:
         """Returns a simulator of the same model at other arguments (other plate sizes, say), not checked again."""
         return self._of(self.program._replace(args=args, kwargs=kwargs))
 
-    def sites(self) -> dict[str, Any]:
-        """Returns the sites of a single run, with nothing observed, as messages."""
-        return self._run()
-
     # ---- runs of the model
 
     @property
@@ -227,16 +223,16 @@ class Simulator:
         """The model on these arguments, without a guide."""
         return Target(self.program, None, nesting=self.nesting)
 
-    def _run(
+    def sites(
         self,
         extent: Extent = Extent(),
         values: Mapping[str, Tensor] | None = None,
         choose: Callable[[Any], None] | None = None,
     ) -> dict[str, Any]:
-        """Runs the model; returns its sites but deterministic ones."""
+        """Runs the model, by default for one draw, with nothing observed; returns its sites but deterministic ones."""
         note = of_rank(self.nesting + 1) if extent.sizes else None
         runner = Runner(values or {}, simulated=True, choose=choose, note=note)
-        # Draws may be NaN, which distributions that the model makes can be told not to refuse in no other way.
+        # Draws may be NaN. Only the global switch keeps distributions that the model makes from refusing them.
         with torch.no_grad(), pyro.validation_enabled(False):
             sites = self.target.run_model(extent, runner)
         for name in self.single:
@@ -248,7 +244,7 @@ class Simulator:
 
     def _batch(self, num: int, latents: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Returns the sites of one run for all draws."""
-        sites = self._run(self.target.extent(num), latents)
+        sites = self.sites(self.target.extent(num), latents)
         for name, site in sites.items():
             shape, expected = site["fn"].batch_shape, (num, *plate_shape(site, self.nesting))
             if shape != expected:
@@ -301,7 +297,7 @@ class Simulator:
                     name: batch[name]["value"][draw].reshape(site["fn"].shape())
                     for name, site in self.single.items()
                 }
-                return _log_densities(self._run(values=values))
+                return _log_densities(self.sites(values=values))
 
             wrong = differing_site(_log_densities(batch), range(num), alone_at)
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for

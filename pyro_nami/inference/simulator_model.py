@@ -29,7 +29,7 @@ _BY_ROWS = "One that takes one row is called by lambda theta: torch.stack([simul
 
 
 class Simulated(TorchDistribution):
-    """What a simulator makes of parameters ``(*batch, *event)``: draws ``(*batch, *shape)``, and no density."""
+    """A simulator's data ``(*batch, *shape)`` given parameters ``(*batch, *event)``: a distribution without density."""
 
     arg_constraints: dict = {}
     has_rsample = False
@@ -70,7 +70,7 @@ class SimulatorModel:
     Args:
         model: any; where it has values at the sites of data, a `pyro.deterministic` or a `Delta`, they become draws.
         data: site -> number of event dims.
-        weighted: whether the data count; without, the model is that of the rest.
+        weighted: whether the data are part of the density that is asked for.
     """
 
     def __init__(self, model: Callable, data: Mapping[str, int], weighted: bool = True) -> None:
@@ -88,7 +88,7 @@ class SimulatorModel:
 
 
 class _Drawn(Messenger):
-    """Makes draws of values at some sites."""
+    """Turns values at some sites, which are deterministic, into draws."""
 
     def __init__(self, data: Mapping[str, int], weighted: bool) -> None:
         super().__init__()

@@ -11,11 +11,11 @@ from pyro_nami.messages import aligned
 
 __all__ = ["table_of"]
 
-MAX_LINES = 100  # of one site in a table; ten times more fill a screen many times
 
-
-def table_of(drawn: Any, prob: float) -> str:
+def table_of(drawn: Any, prob: float, most: int = 100) -> str:
     """Returns mean, sd, median and the ends of a central interval of every element, a line each; see `WeightedSamples`.
+
+    Of one site there are at most so many lines.
 
     Raises:
         ValueError: a probability outside of (0, 1).
@@ -29,10 +29,10 @@ def table_of(drawn: Any, prob: float) -> str:
         told = torch.cat(
             (torch.stack((mean, drawn.std(name))), drawn.quantile(name, ends).to(mean))
         )
-        places = itertools.islice(itertools.product(*map(range, mean.shape)), MAX_LINES)
+        places = itertools.islice(itertools.product(*map(range, mean.shape)), most)
         for place, numbers in zip(places, told.reshape(5, -1).T.tolist()):
             index = f"[{', '.join(map(str, place))}]" if place else ""
             rows.append((name + index, *(f"{number:.3g}" for number in numbers)))
-        if mean.numel() > MAX_LINES:
-            rows.append((f"{name}: {mean.numel() - MAX_LINES:,} more", *[""] * 5))
+        if mean.numel() > most:
+            rows.append((f"{name}: {mean.numel() - most:,} more", *[""] * 5))
     return "\n".join(aligned(rows, words=(0,)))

@@ -217,7 +217,7 @@ class Target:
 
 
 class _Factored(TorchFunctionMode):
-    """Gives Cholesky factors of NaN where there are none."""
+    """Returns NaN for the Cholesky factor of a matrix that is not positive definite."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.linalg.cholesky:

@@ -75,11 +75,11 @@ def weighed_run(
     try:
         return weigh(target, extent, values or {})
     except ValueError as error:
-        # Distributions that a model makes can be told not to refuse NaN in no other way than globally. Without
-        # validation the run goes on to a log density, which has a site to name.
+        # Only the global switch keeps distributions that a model makes from refusing NaN. Without validation the run
+        # reaches a log density, which has a site to name.
         with pyro.validation_enabled(False):
             try:
-                set_rng_state(state)  # as others would be drawn because these were refused
+                set_rng_state(state)  # so that the refused values are drawn again
                 run = weigh(target, extent, values or {})
                 fault_of(run)
             except BadDensity as bad:

@@ -35,7 +35,7 @@ K_MAX = 0.7  # k-hat above which no practical number of draws gives a stable est
 
 
 class Pool(NamedTuple):
-    """Errors that draws have from the weights by which they were resampled, ``(*data sets)``.
+    """Errors that resampled draws inherit from the weights that they were resampled by, ``(*data sets)``.
 
     Attributes:
         evidence: variance of the log evidence by them, nats squared.
@@ -69,7 +69,7 @@ class WeightedSamples:
         samples: site -> ``(num_samples, *data sets, *site shape)``, the shape in one run: plates, then event.
         log_weights: log p(z, x) - log q(z), ``(num_samples, *data sets)``, nats. Not normalized; -inf is zero weight.
         plates: site -> name of the plate of each batch dim, None for a dim that is no plate's; for `to_arviz`.
-        pool: of draws that were resampled, what their errors and k-hat have from the weights before.
+        pool: for resampled draws, the errors and k-hat of the weights that they were resampled by.
 
     Raises:
         ValueError: weights that are NaN, inf, or all zero for a data set; samples that do not fit the weights.
@@ -205,7 +205,7 @@ class WeightedSamples:
         }
 
     def equally_weighted(self, num: int) -> WeightedSamples:
-        """Returns draws of equal weight, as `resample` does, with the evidence and the errors that these here have."""
+        """Returns draws of equal weight, as `resample` does, with the evidence and the errors of the weights."""
         own = self.effective_sample_size.reciprocal() - 1 / self.num_samples
         pool = Pool(self.log_evidence_error.square(), own.clamp(min=0.0), self.pareto_k)
         log_weights = self.log_evidence.expand(num, *self.log_evidence.shape)

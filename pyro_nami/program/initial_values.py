@@ -6,6 +6,7 @@ vague prior does not, so the data decide.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -31,14 +32,8 @@ __all__ = ["likely_start", "near_origin"]
 RUNS = 4
 # draws of a prior whose median is taken; of ten times fewer it would be off by half a standard deviation
 PRIOR_DRAWS = 101
-# distance of a median from the origin, in unconstrained space; nearer ones are no other start
-FAR = 0.5
-# nats by which the mean of runs has to be better; ten times more would leave small data sets at the origin
-BETTER = 1.0
 # parts of the way to a median; without the shorter ones, vague priors would take latents beyond the data
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-# where draws are taken to be, in unconstrained space, that rounding has moved to a bound; the order of log(eps^2)
-INFINITE = 64.0
 
 
 def near_origin(site: Any) -> Tensor:
@@ -122,7 +117,7 @@ class _WaysToMedians:
             place = transform.inv(self._latent[site["name"]])
             if kind in at:
                 median, nearest = _median(site["fn"], transform)
-                if median.abs().max() > FAR:
+                if median.abs().max() > scale:  # nearer ones are no other start
                     self.shares[kind] = (0.0, *(share for share in SHARES if share >= nearest))
                 place = place + at[kind] * median
             return transform(place + scale * _narrowness(site["fn"]) * torch.randn_like(place))
@@ -149,7 +144,7 @@ class _WaysToMedians:
 
 
 def _is_better(gain: Tensor) -> bool:
-    return bool((gain > 0).all() and gain.mean() > BETTER)
+    return bool((gain > 0).all())
 
 
 def _is_real(fn: Any) -> bool:
@@ -187,6 +182,9 @@ def _median(fn: Any, transform: Any) -> tuple[Tensor, float]:
             draws = None
     if draws is None:
         return torch.zeros(()), 1.0
-    draws = transform.inv(draws).nan_to_num(0.0, INFINITE, -INFINITE)
+    draws = transform.inv(draws)
+    # where draws are that rounding has moved to a bound
+    bound = -2 * math.log(torch.finfo(draws.dtype).eps)
+    draws = draws.nan_to_num(0.0, bound, -bound)
     median = draws.median(0).values
     return median, float((draws.abs().amin(0) / median.abs()).nan_to_num(1.0).max())

@@ -5,6 +5,7 @@ Models that are written for one draw mix up the draws, or fail.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,8 +22,6 @@ from pyro_nami.program.vectorized import Vectorized
 
 __all__ = ["difference_at", "differing_site", "few_draws", "for_many", "of_rank"]
 
-# draws of a run for many that is compared with single runs; one would not show that draws are mixed up
-FEWEST_DRAWS = 3
 MANY_DRAWS = 16  # from which a run for many draws pays for a check or a set-up of its own
 # relative and absolute, of log densities; 1e-2 for other dtypes: what Newton's last step in single precision may leave
 TOLERANCE = {torch.float64: 1e-6}
@@ -30,10 +29,10 @@ TOLERANCE = {torch.float64: 1e-6}
 ROUNDED_TERMS = 4.0
 
 
-def few_draws(sites: Iterable[Any], least: int = FEWEST_DRAWS) -> int:
-    """Returns a number of draws that is no size of a site, so that it cannot be taken for one."""
+def few_draws(sites: Iterable[Any]) -> int:
+    """Returns a number of draws, at least three, that is no size of a site, so that it cannot be taken for one."""
     sizes = {size for site in sites for size in site["fn"].shape()}
-    return next(num for num in range(least, least + len(sizes) + 1) if num not in sizes)
+    return next(num for num in itertools.count(3) if num not in sizes)
 
 
 def differing_site(
