@@ -15,10 +15,10 @@ from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.program.isolation import forked_rng, rng_state, set_rng_state
 
-__all__ = ["Arguments", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
+__all__ = ["ArgumentsAt", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
 Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
-Arguments = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
+ArgumentsAt = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
 
 
 class Batch(NamedTuple):
@@ -33,7 +33,7 @@ class Simulations(NamedTuple):
     """A model's simulations in batches, at arguments that may differ from step to step."""
 
     simulator: Simulator
-    arguments: Arguments
+    arguments: ArgumentsAt
     batch_size: int | Callable[[int], int]
 
     def size(self, step: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_nami.inference.batches import (
-    Arguments,
+    ArgumentsAt,
     Batch,
     Simulations,
     Stream,
@@ -122,12 +122,12 @@ class InferenceCompilation:
         """Returns the loss on ``num`` fresh simulations at the model's arguments, in nats per simulation."""
         check_counts(num=num)
         trainer, simulations = self._set_up(_constant(args, kwargs))
-        return trainer.mean_loss(simulations.total(num))
+        return float(trainer.losses(simulations.total(num)).mean())
 
     def fit(
         self,
         steps: int,
-        args: Sequence[Any] | Arguments = (),
+        args: Sequence[Any] | ArgumentsAt = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         data: Any = None,
@@ -191,7 +191,7 @@ class InferenceCompilation:
         if ask is not None:
             ask()
 
-    def _set_up(self, arguments: Arguments, data: Any = None) -> tuple[Trainer, Simulations]:
+    def _set_up(self, arguments: ArgumentsAt, data: Any = None) -> tuple[Trainer, Simulations]:
         """Returns the trainer, which the first call makes with the guide's structure, and simulations at arguments."""
         args, kwargs = arguments(0)
         if self._trainer is None:
@@ -230,7 +230,7 @@ def _train(
         while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
             done += 1
             log("loss", trainer.step(batch), done)
-            if trainer.nothing_to_learn:
+            if getattr(trainer.guide, "num_parameters", 1) == 0:  # all conditionals are derived
                 break
             if held_out is not None and (done % plan.validate_every == 0 or done == last):
                 log("validation_loss", trainer.validate(held_out(), stream.moved), done)
@@ -282,7 +282,7 @@ def _resume(
     return checkpoint, own.get("stream", {})
 
 
-def _constant(args: tuple, kwargs: dict[str, Any]) -> Arguments:
+def _constant(args: tuple, kwargs: dict[str, Any]) -> ArgumentsAt:
     return lambda step: (args, kwargs)
 
 

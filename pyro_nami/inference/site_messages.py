@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_nami.program.first_run import subsamples
 from pyro_nami.program.plate_dims import frames_of
 
 __all__ = [
@@ -29,11 +29,14 @@ class OutsideSupport(ValueError):
 
 def check_full_plates(sites: Mapping[str, Any]) -> None:
     """Raises NotImplementedError for a plate that holds a part of its instances, chosen at random."""
-    for name, held in subsamples(sites).items():
-        raise NotImplementedError(
-            f"Expected the full data; plate '{name}' holds {len(held)} of {sites[name]['fn'].size} instances. Run the "
-            "model without subsample_size."
-        )
+    for name, site in sites.items():
+        if site_is_subsample(site):
+            held, size = site["fn"].subsample_size, site["fn"].size
+            if held is not None and held < size:
+                raise NotImplementedError(
+                    f"Expected the full data; plate '{name}' holds {held} of {size} instances. Run the model without "
+                    "subsample_size."
+                )
 
 
 def check_latents(whose: str, found: Collection[str], latents: Collection[str]) -> None:

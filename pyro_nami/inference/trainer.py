@@ -72,11 +72,6 @@ class Trainer:
         self.best: dict[str, Any] | None = None
         self.lowest: Tensor | None = None
 
-    @property
-    def nothing_to_learn(self) -> bool:
-        """Whether all conditionals are derived from the model, and the guide has no weights."""
-        return getattr(self.guide, "num_parameters", 1) == 0
-
     def step(self, batch: Batch) -> float:
         """Moves the weights by one step; returns the loss before, over the simulations of all processes.
 
@@ -97,7 +92,7 @@ class Trainer:
         the standard error of the difference. Losses of single simulations far out are cut off at ten widths of the
         central 68% above these.
         """
-        losses, done = _within_reach(self._losses(batches)), len(self.history.losses)
+        losses, done = _within_reach(self.losses(batches)), len(self.history.losses)
         loss = self.processes.mean(float(losses.mean()))
         self.history.validation.append((done, loss))
         self.optimization.validated(loss)
@@ -118,12 +113,8 @@ class Trainer:
             return math.isfinite(mean)
         return mean <= errors * math.sqrt(max(square / num - mean**2, 0.0) / num)
 
-    def mean_loss(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean loss over all finite simulations of this process; warns of the others."""
-        return float(self._losses(batches).mean())
-
     @torch.no_grad()
-    def _losses(self, batches: Iterable[Batch]) -> Tensor:
+    def losses(self, batches: Iterable[Batch]) -> Tensor:
         """Returns the losses of all finite simulations of this process, in float64; warns of the others."""
         losses, seen = [], History()
         with _unseen():

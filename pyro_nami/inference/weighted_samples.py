@@ -7,6 +7,7 @@ draws, and `psis` smooths the weights.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
-from pyro_nami.inference.summaries import table_of
-from pyro_nami.messages import check_counts, warn
+from pyro_nami.messages import aligned, check_counts, warn
 
 __all__ = [
     "K_MAX",
@@ -30,8 +30,8 @@ __all__ = [
     "warn_of_bad",
 ]
 
-K_GOOD = 0.5  # k-hat below which the weights' variance is finite
-K_MAX = 0.7  # k-hat above which no practical number of draws gives a stable estimate
+# k-hat below which the weights' variance is finite; k-hat above which no practical number of draws is enough
+K_GOOD, K_MAX = 0.5, 0.7
 
 
 class Pool(NamedTuple):
@@ -261,7 +261,7 @@ class WeightedSamples:
         Args:
             prob: of the central interval.
         """
-        return f"{self!r}\n\n{table_of(self, prob)}"
+        return f"{self!r}\n\n{_table_of(self, prob)}"
 
     def __repr__(self) -> str:
         sets = self.log_weights.shape[1:]
@@ -306,6 +306,32 @@ class WeightedSamples:
         if not value.is_floating_point():
             value = value.to(weights.dtype)
         return value, _over(weights, value)
+
+
+def _table_of(drawn: WeightedSamples, prob: float, most: int = 100) -> str:
+    """Returns mean, sd, median and the ends of a central interval of every element, a line each; see `WeightedSamples`.
+
+    Of one site there are at most so many lines.
+
+    Raises:
+        ValueError: a probability outside of (0, 1).
+    """
+    if not 0 < prob < 1:
+        raise ValueError(f"Expected a probability between 0 and 1; got {prob}.")
+    ends = [(1 - prob) / 2, 0.5, (1 + prob) / 2]
+    rows: list[tuple[str, ...]] = [("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends))]
+    for name in drawn.samples:
+        mean = drawn.mean(name)
+        told = torch.cat(
+            (torch.stack((mean, drawn.std(name))), drawn.quantile(name, ends).to(mean))
+        )
+        places = itertools.islice(itertools.product(*map(range, mean.shape)), most)
+        for place, numbers in zip(places, told.reshape(5, -1).T.tolist()):
+            index = f"[{', '.join(map(str, place))}]" if place else ""
+            rows.append((name + index, *(f"{number:.3g}" for number in numbers)))
+        if mean.numel() > most:
+            rows.append((f"{name}: {mean.numel() - most:,} more", *[""] * 5))
+    return "\n".join(aligned(rows, words=(0,)))
 
 
 def log_mean(log_weights: Tensor) -> Tensor:

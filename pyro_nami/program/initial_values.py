@@ -69,11 +69,8 @@ def likely_start(program: Program, scale: float) -> poutine.Trace:
     latent = {name: site["value"] for name, site in samples.items() if not site["is_observed"]}
     if len(latent) == len(samples):
         return first
-    seen = poutine.Trace()
-    for name in subsamples(first.nodes):
-        seen.add_node(name, **first.nodes[name])
-    program = program._replace(model=poutine.replay(program.model, trace=seen))
-    ways = _WaysToMedians(program, latent)
+    model = poutine.condition(program.model, subsamples(first.nodes))
+    ways = _WaysToMedians(program._replace(model=model), latent)
     at = dict[str, float]()
     with untouched(*program.roots), torch.no_grad(), pyro.validation_enabled(False):
         here = ways.likelihoods({}, scale)
@@ -94,7 +91,7 @@ class _WaysToMedians:
     """Runs of a model with latents of some kinds at shares of the way from near the origin to their prior medians.
 
     Args:
-        program: the model, which replays its subsamples, and its arguments.
+        program: the model, with the same subsamples in every run, and its arguments.
         latent: latent -> its value near the origin.
 
     Attributes:
@@ -131,16 +128,11 @@ class _WaysToMedians:
             pyro.set_rng_seed(seed)
             try:
                 trace = self.run(at, scale)
-                trace.compute_log_prob()
-                samples = [site for site in trace.nodes.values() if site["type"] == "sample"]
-                data = [site["log_prob_sum"] for site in samples if site["is_observed"]]
-                found.append(float(sum(data)))
+                found.append(float(trace.log_prob_sum(lambda _, site: site["is_observed"])))
             except Exception:  # noqa: BLE001  whatever a model does where it is not meant to be
                 found.append(-torch.inf)
-        least = -1e300
-        return torch.tensor(found, dtype=torch.float64).nan_to_num(
-            least, neginf=least, posinf=least
-        )
+        least = -torch.inf
+        return torch.tensor(found, dtype=torch.float64).nan_to_num(least, least, least)
 
 
 def _is_better(gain: Tensor) -> bool:

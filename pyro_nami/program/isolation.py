@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "bounded_indices",
-    "contents_of",
     "dropping",
     "forked_rng",
     "names_in",
@@ -251,7 +250,8 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, FunctionType):
         named = [value.__globals__.get(name) for name in names_in(value.__code__)]
-        return [*map(contents_of, value.__closure__ or ()), *named]
+        cells = [cell for cell in value.__closure__ or () if cell != CellType()]  # none is empty
+        return [*(cell.cell_contents for cell in cells), *named]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
@@ -263,11 +263,3 @@ def names_in(code: CodeType) -> list[str]:
     """Returns the names that code, and the functions that it makes, may look up."""
     made = [part for part in code.co_consts if isinstance(part, CodeType)]
     return [*code.co_names, *(name for part in made for name in names_in(part))]
-
-
-def contents_of(cell: CellType, default: Any = None) -> Any:
-    """Returns what a closure's cell holds; the default if nothing as yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return default

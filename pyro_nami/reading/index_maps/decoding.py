@@ -27,8 +27,7 @@ __all__ = ["NONE", "SEVERAL", "MapPlan", "Trial", "along", "completed", "find_ma
 Key = tuple[str, str]
 
 # In place of an index: the row reads no instance, or more than one.
-NONE = -1
-SEVERAL = -2
+NONE, SEVERAL = -1, -2
 # Halves of a plate by which a map is looked at again: a row that changed passes all with probability 1/8.
 HALVES = 3
 

@@ -87,10 +87,8 @@ class _Search:
         plans = {}
         for p, plan in self.found.items():
             targets = {name: q for name, q in plan.targets.items() if (q, p) in left}
-            read = set().union(*(self.parents[name] for name in targets))
-            values = {u: pair for u, pair in plan.values.items() if u in read}
             if targets:
-                plans[p] = plan._replace(values=values, targets=targets)
+                plans[p] = plan._replace(targets=targets)
         for (latent, site), (q, p) in self.nesting.pairs.items():
             plan = plans.get(p, MapPlan(p, dims[p], {}, {}, {}))
             plans[p] = plan._replace(
