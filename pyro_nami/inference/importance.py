@@ -212,8 +212,7 @@ class Proposal:
         self._draws(run)
         reason = self._differing(run)
         if reason is not None:
-            values = {name: _whole(site) for name, site in run.guide.items() if _is_drawn(site)}
-            reason = self._differing(_weighed_run(self.target, run.extent, values))
+            reason = self._differing(_weighed_run(self.target, run.extent, _drawn(run)))
         return reason
 
     def log_weights(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -281,7 +280,7 @@ class Proposal:
 
     def _differing(self, run: Weighed) -> str | None:
         """Returns a log density of the first or last good draw that differs in a run of its own; None if none does."""
-        drawn = {name: _whole(site) for name, site in run.guide.items() if _is_drawn(site)}
+        drawn = _drawn(run)
 
         def alone_at(index: Any) -> dict[str, Tensor]:
             values = {
@@ -378,8 +377,9 @@ def _fault_of(run: Weighed) -> str:
     return fault
 
 
-def _is_drawn(site: Any) -> bool:
-    return not site["is_observed"]
+def _drawn(run: Weighed) -> dict[str, Tensor]:
+    """Returns the values of all sites that the guide draws."""
+    return {name: _whole(site) for name, site in run.guide.items() if not site["is_observed"]}
 
 
 def _by_role(run: Weighed) -> dict[str, Tensor]:
@@ -397,7 +397,7 @@ def _matched_latents(single: Weighed) -> tuple[str, ...]:
     sites, data = single.model, single.extent.data
     latents = [name for name, site in sites.items() if not site["is_observed"] and name not in data]
     auxiliary = {name for name, site in single.guide.items() if site["infer"].get("is_auxiliary")}
-    drawn = {n: s for n, s in single.guide.items() if _is_drawn(s) and n not in auxiliary}
+    drawn = {name: single.guide[name] for name in _drawn(single) if name not in auxiliary}
     for name in latents:
         if name not in drawn and is_sample_site(sites[name]):
             raise ValueError(

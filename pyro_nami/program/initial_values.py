@@ -69,7 +69,10 @@ def likely_start(program: Program, scale: float) -> poutine.Trace:
     latent = {name: site["value"] for name, site in samples.items() if not site["is_observed"]}
     if len(latent) == len(samples):
         return first
-    model = poutine.condition(program.model, subsamples(first.nodes))
+    seen = poutine.Trace()
+    for name in subsamples(first.nodes):
+        seen.add_node(name, **first.nodes[name])
+    model = poutine.replay(program.model, trace=seen)
     ways = _WaysToMedians(program._replace(model=model), latent)
     at = dict[str, float]()
     with untouched(*program.roots), torch.no_grad(), pyro.validation_enabled(False):

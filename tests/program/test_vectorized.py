@@ -366,6 +366,15 @@ def test_a_guide_that_is_mapped_has_the_same_loss_when_it_is_compiled():
     assert compiled == pytest.approx(plain, abs=1e-3)
 
 
+def test_draws_as_many_as_a_plate_has_instances_tell_that_a_model_takes_many():
+    def model():
+        with pyro.plate("rows", 3):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    program = Program(model, (), {})
+    assert difference_at(program.prior_draws(3), 1, program) is None
+
+
 def test_a_chain_that_indexes_by_its_states_is_given_up_early():
     """Of several draws each step would have all pairs of the one before."""
     seen = []
