@@ -17,6 +17,8 @@ from pyro_nami.program.isolation import forked_rng, rng_state, set_rng_state
 
 __all__ = ["ArgumentsAt", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
+HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
+
 Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
 ArgumentsAt = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
 
@@ -67,7 +69,7 @@ class Simulations(NamedTuple):
             return None
         if isinstance(given, int):
             with forked_rng():
-                pyro.set_rng_seed(2**32 - 1)  # the largest seed, which no training has
+                pyro.set_rng_seed(HELD_OUT_SEED)
                 batches = list(self.total(given))
             return lambda: batches
         if are_all(given):

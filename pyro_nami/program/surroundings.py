@@ -41,6 +41,8 @@ __all__ = ["PLAIN", "Surroundings"]
 MOST_ITEMS = 1000
 # numbers of an array whose content is compared; larger arrays that are written to in place are not seen
 MOST_ARRAY = 2**16
+# distance from the model to a value: a method, its object, a dict in it and a tensor are four
+MOST_STEPS = 6
 LIBRARIES = frozenset({"torch", "pyro", "numpy", "pyro_nami"})  # whose code holds no data of a user
 NAMESPACES = (SimpleNamespace, Namespace)  # classes of the standard library that hold data
 NUMBERS = (bool, int, float, str)
@@ -123,7 +125,7 @@ class Surroundings:
             self._places: dict[Hashable, _Place] = {}
             self._seen: dict[int, Any] = {}  # kept alive, as they are known by identity
             level = self._roots
-            while level and len(self._seen) < 10 * MOST_ITEMS:
+            for _ in range(MOST_STEPS):
                 fresh = {id(value): value for value in level if id(value) not in self._seen}
                 self._seen |= fresh
                 parts = (part for value in fresh.values() for part in self._parts(value))
