@@ -50,7 +50,7 @@ from pyro_nami.inference import (
     from_simulator,
     importance_sample,
 )
-from pyro_nami.reading.network import extract_bayesnet
+from pyro_nami.reading.extraction import extract_bayesnet
 from pyro_nami.refinement import (
     AmortizationGap,
     AutoIterativeGuide,

@@ -132,7 +132,7 @@ def test_only_one_module_follows_what_a_distribution_wraps():
         ("inference.simulate", "from pyro_nami.amortize import amortize"),
         ("factors.family", "import pyro_nami.guide.nami"),
         ("guide.nami", "def f():\n    from pyro_nami.graph.inverse import Inverse"),
-        ("reading.network", "from pyro_nami.unheard_of import x"),
+        ("reading.extraction", "from pyro_nami.unheard_of import x"),
     ],
 )
 def test_an_import_against_the_order_is_found(module, code):

@@ -206,9 +206,7 @@ class _Training(NamedTuple):
         if best.history.losses:
             with forked_rng():
                 simulated = SimulatedData(self.draws.observed, site_forms(simulator))
-        return AmortizedPosterior(
-            simulator.model, simulator.args, simulator.kwargs, best.guide, best.history, simulated
-        )
+        return AmortizedPosterior(*simulator.program, best.guide, best.history, simulated)
 
     def _best(self) -> _Trained:
         """Returns the best guide that is made for the model; without training if all its latents are exact."""
@@ -269,8 +267,8 @@ class _Training(NamedTuple):
         )
         history = compilation.fit(
             steps,
-            simulator.args,
-            simulator.kwargs,
+            simulator.program.args,
+            simulator.program.kwargs,
             data=None if self.fresh else self.draws.select(train),
             refresh=0 if self.fresh else 4,
             validation=self.draws.select(held_out),

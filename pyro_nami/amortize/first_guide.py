@@ -36,7 +36,7 @@ def first_guide(
     while True:
         guide = named(AutoNaMIGuide(simulator.model, observed=simulator.observed, **options))
         with torch.no_grad():
-            guide.log_prob(few.latents, *simulator.args, **_with_data(simulator, few))
+            guide.log_prob(few.latents, *simulator.program.args, **_with_data(simulator, few))
         if simulator.vectorized:
             refuted = _refuted(guide, simulator, draws if own else None)
             rules |= dict.fromkeys(refuted, "learned")
@@ -70,7 +70,7 @@ def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
     latents = sum(value[0].numel() for value in draws.latents.values())
     data = sum(value[0].numel() for value in draws.observed.values())
     for part in draws.in_batches(rows_in_memory(RANKED * latents + data)):
-        seen = guide.misfits(part.latents, *simulator.args, **_with_data(simulator, part))
+        seen = guide.misfits(part.latents, *simulator.program.args, **_with_data(simulator, part))
         for name, flags in seen.items():
             not_finite[name] += int(flags[0].sum())
             low[name] += int(flags[1].sum())
@@ -87,4 +87,4 @@ def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
 
 
 def _with_data(simulator: Simulator, draws: JointDraws) -> dict[str, Any]:
-    return {**simulator.kwargs, "observations": draws.observed}
+    return {**simulator.program.kwargs, "observations": draws.observed}

@@ -134,29 +134,29 @@ def weighted(target: Target, data: Mapping[str, Any], num: int) -> WeightedSampl
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The importance weights are")
         return importance_sample(
-            target.model,
+            target.program.model,
             target.guide,
-            *target.args,
+            *target.program.args,
             num_samples=num,
             observations=data,
             defensive=target.prior_share,
-            **target.kwargs,
+            **target.program.kwargs,
         )
 
 
 def annealed(target: Target, data: Mapping[str, Any], num: int, **options: Any) -> WeightedSamples:
     """Returns draws that are annealed from a guide, or from the prior, with weights."""
     return annealed_importance_sampling(
-        target.model,
+        target.program.model,
         target.guide,
-        *target.args,
+        *target.program.args,
         num_chains=num,
         num_leapfrog_steps=5,
         resample=True,
         observations=data,
         defensive=target.prior_share,
         **options,
-        **target.kwargs,
+        **target.program.kwargs,
     ).weighted()
 
 

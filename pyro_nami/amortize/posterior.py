@@ -17,6 +17,7 @@ from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples, warn_of_bad
 from pyro_nami.messages import warn
+from pyro_nami.program.program import Program
 
 __all__ = ["AmortizedPosterior"]
 
@@ -81,7 +82,9 @@ class AmortizedPosterior:
         if defensive is None:
             learned = any(note.rule == "learned" for note in self.guide.rules.values())
             defensive = DEFENSIVE_SHARE if learned else 0.0
-        target = Target(self.model, self.guide, self.args, self.kwargs, prior_share=defensive)
+        target = Target(
+            Program(self.model, self.args, self.kwargs), self.guide, prior_share=defensive
+        )
         if num_temperatures in (None, 2):
             drawn = weighted(target, data, num_samples)
             outside = self._outside(data)
@@ -110,7 +113,7 @@ class AmortizedPosterior:
                     f"Expected data without NaN and infinite values; got some at site '{name}'. The guide has seen "
                     "none, as simulations with them are left out."
                 )
-        target = Target(model.without_data(), self.guide, self.args, self.kwargs)
+        target = Target(Program(model.without_data(), self.args, self.kwargs), self.guide)
         drawn = weighted(target, data, num_samples)
         self._outside(data)
         none = torch.zeros_like(drawn.log_weights)

@@ -43,9 +43,7 @@ class Region:
     @torch.no_grad()
     def __init__(self, simulator: Simulator, guide: Callable, data: Mapping[str, Any]) -> None:
         assert isinstance(simulator.model, SimulatorModel)
-        target = Target(
-            simulator.model.without_data(), guide, tuple(simulator.args), simulator.kwargs
-        )
+        target = Target(simulator.program._replace(model=simulator.model.without_data()), guide)
         self.target, _ = target.observing(as_mapping(data))
         if self.target.data.num is not None:
             raise ValueError(

@@ -61,6 +61,7 @@ from pyro_nami.inference.site_messages import plate_names
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, log_mean, log_mean_error
 from pyro_nami.messages import check_counts
+from pyro_nami.program.program import Program
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling"]
 
@@ -172,7 +173,7 @@ def annealed_importance_sampling(
     )
     _check(options, draws)
     with _fixed(model, guide):
-        target = Target(model, guide, args, kwargs, prior_share=defensive)
+        target = Target(Program(model, args, kwargs), guide, prior_share=defensive)
         given, reached = (None, None) if draws is None else chains_from(draws, num_chains)
         start = Start.of(target, as_mapping(observations), given)
         return _annealed(start, options, reached, progress)

@@ -24,7 +24,6 @@ from pyro_nami.inference.site_messages import (
     OutsideSupport,
     check_declared,
     check_latents,
-    is_delta,
     log_density,
     with_idle_dims,
 )
@@ -36,6 +35,7 @@ from pyro_nami.inference.target import (
     per_draw,
     run_for_many,
 )
+from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site
 from pyro_nami.program.runner import Runner
@@ -88,9 +88,10 @@ class TemperedPath:
 
     Example:
         >>> import pyro.distributions as dist
+        >>> from pyro_nami.program.program import Program
         >>> def model():
         ...     pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.tensor(2.0))
-        >>> path, position = Start.of(Target(model, None, (), {}), {}, None).path(3, slice(0, 1))
+        >>> path, position = Start.of(Target(Program(model, (), {}), None), {}, None).path(3, slice(0, 1))
         >>> path.gradient(torch.ones(3, 1, 1), 0.5)[0]  # at z = 1 of -z^2 / 2 - 0.5 (2 - z)^2 / 2
         tensor([[-0.5000]])
     """

@@ -238,7 +238,7 @@ def calibrate(
         names = observed_names(observed, guide)
         model = with_drawn_data(model, args, kwargs, names)
         simulator = Simulator(model, args, kwargs, names)
-        bind(guide, model, simulator.model)
+        bind(guide, simulator.model)
         truth, skipped = finite_draws(simulator, num_datasets)
         ranks = _ranks_of_all(simulator, guide, posterior, truth, num_draws, chunk_size, progress)
     joint = {name: ranks.pop(name) for name in (JOINT_DENSITY, JOINT_TARP) if name in ranks}

@@ -249,6 +249,6 @@ def _importance(
         return None, None
     # calibrate has judged how many are not finite
     data = simulator.draw(num_datasets).finite()[0].observed
-    target = Target(simulator.model, guide, simulator.args, simulator.kwargs)
+    target = Target(simulator.program, guide)
     drawn = weighted(target, data, num_samples)
     return drawn.effective_sample_size, drawn.pareto_k

@@ -267,8 +267,7 @@ def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tens
     values = covariate_values(
         plan.covariates,
         first.options.covariates,
-        first.program.args,
-        first.program.kwargs,
+        first.program,
         first.run,
     )
     for name, chosen in plan.columns.items():

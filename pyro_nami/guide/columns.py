@@ -11,13 +11,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates
 from pyro_nami.messages import warn
 from pyro_nami.program.plate_dims import first_instance
+from pyro_nami.program.program import Program
 from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
 
 __all__ = ["covariate_values", "find_covariates"]
@@ -84,8 +84,9 @@ def _explained(first: FirstCall, name: str, search: ColumnSearch) -> bool:
     if len(first.frames[name]) != 1 or first.frames[name] & first.plates.partial:
         return False
     (plate,) = first.frames[name]
-    leaves = tree_leaves((first.program.args, first.program.kwargs))
-    return search.explain(leaves, first.plates.sizes[plate], first.plates.dims[plate])
+    return search.explain(
+        first.program.leaves(), first.plates.sizes[plate], first.plates.dims[plate]
+    )
 
 
 def _given(first: FirstCall, sites: Collection[str]) -> Covariates:
@@ -117,18 +118,17 @@ def _first_instances(first: FirstCall, values: Mapping[str, Any]) -> dict[str, T
 def covariate_values(
     covariates: Covariates,
     option: Any,
-    args: tuple,
-    kwargs: Mapping[str, Any],
+    program: Program,
     run: Callable[[Mapping[str, Tensor]], Mapping[str, Any]],
     lacking: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Returns site -> covariates ``(*batch, columns)``, for every site that has some and that is not ``lacking``.
 
-    ``option`` is the guide's option ``covariates``, ``run`` runs the model on the arguments at a reference draw.
+    ``option`` is the guide's option ``covariates``, ``run`` runs the program at a reference draw.
     """
-    given = option(*args, **kwargs) if callable(option) else {}
+    given = option(*program.args, **program.kwargs) if callable(option) else {}
     sites_at = functools.lru_cache(None)(lambda number: run(covariates.references[number]))
-    leaves = tree_leaves((args, kwargs))
+    leaves = program.leaves()
 
     def at_draw(name: str, number: int) -> Any:
         return sites_at(number)[name]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
-from torch.utils._pytree import tree_leaves
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import Changed, Expansion, expanding, leading_shape
@@ -200,11 +199,7 @@ def valid_at(plan: Plan, call: Call, names: str, remedy: str) -> Tensor:
         f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
         f"Where data change, make the guide with {remedy}."
     )
-    leaves = [
-        leaf
-        for leaf in tree_leaves([call.program.args, call.program.kwargs])
-        if isinstance(leaf, Tensor)
-    ]
+    leaves = [leaf for leaf in call.program.leaves() if isinstance(leaf, Tensor)]
     one = torch.ones((), dtype=plan.factory["dtype"], device=plan.factory["device"])
     kept = outside_of_traces(lambda: [each.clone() for each in leaves])
     for leaf, then in zip(leaves, kept):

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Independent
-from torch.utils._pytree import tree_leaves
 
 from pyro_nami.factors.wrappers import without
 from pyro_nami.graph.elimination import eliminate
@@ -44,7 +43,7 @@ def element_reads(
     another call. A site whose elements depend on each other in the model counts as one.
     """
     net, data = first.net, {id(first.nodes[name]["value"]) for name in first.data}
-    leaves = tree_leaves((first.program.args, dict(first.program.kwargs)))
+    leaves = first.program.leaves()
     if any(isinstance(leaf, (Tensor, np.ndarray)) and id(leaf) not in data for leaf in leaves):
         return {}
     kept = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -21,14 +22,14 @@ from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, untouched
-from pyro_nami.program.many_draws import for_many
+from pyro_nami.program.many_draws import difference_at, for_many
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.changes import moved
+from pyro_nami.reading.extraction import Extraction, extract, is_blocked
 from pyro_nami.reading.masked_latents import read_where_masked
-from pyro_nami.reading.network import Extraction, extract, is_blocked
 
 __all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call"]
 
@@ -93,10 +94,9 @@ class FirstCall(NamedTuple):
         """
         if isinstance(self.program.model, Vectorized) or self.is_compiled:
             return None
-        found = for_many(self.program, self.draws, self.plates.nesting)
-        if found is None or found is self.program:
-            return None
-        return self._replace(program=found)
+        nesting = self.plates.nesting
+        found, _ = for_many(self.program, nesting, partial(difference_at, self.draws, nesting))
+        return None if found is self.program else self._replace(program=found)
 
     def run(
         self, values: Mapping[str, Any], until: Collection[str] | None = None

@@ -111,7 +111,7 @@ def marginal(
 
     ``derive`` is `pyro_nami.guide.derivation.derive`.
     """
-    leaves = tree_leaves([call.program.args, call.program.kwargs, call.values, call.held])
+    leaves = [*call.program.leaves(), *tree_leaves([call.values, call.held])]
     known, found, seen = call.derived.tables.get(group, (None, None, None))
     joint = _Joint.of(plan, call, current, derive)
     same = known is not None and known.are(leaves)

@@ -18,7 +18,7 @@ from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.plan import Plan
 from pyro_nami.parameters.inputs import IndexMaps
 from pyro_nami.program.isolation import untouched
-from pyro_nami.reading.index_maps.finder import MapPlan, find_maps, maps_hold
+from pyro_nami.reading.index_maps.decoding import MapPlan, find_maps, maps_hold
 
 __all__ = ["MapReader"]
 

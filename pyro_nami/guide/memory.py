@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call, Derived
@@ -80,7 +80,7 @@ class Memory:
         Args:
             call: with its ``data``.
         """
-        leaves = tree_leaves([call.program.args, dict(call.program.kwargs)])
+        leaves = call.program.leaves()
         if self._frozen is not None and self._frozen[0].are(leaves) and self._frozen[1] == data:
             return self._frozen[2]
         copies: dict[int, Tensor] = {}

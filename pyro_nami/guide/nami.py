@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pyro
@@ -35,7 +36,7 @@ from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
-from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, for_many
+from pyro_nami.program.many_draws import MANY_DRAWS, difference_at, for_many
 from pyro_nami.program.vectorized import Vectorized, unmapped
 
 __all__ = ["AutoNaMIGuide"]
@@ -390,15 +391,13 @@ class AutoNaMIGuide(DensityGuide):
             return plan
         if self._many is None or self._many[0] is not plan:
             pyro.set_rng_seed(0)
-            few = [
-                {**call.held, **self._drawn(replace(call, target=None))}
-                for _ in range(FEWEST_DRAWS)
-            ]
+            few = [{**call.held, **self._drawn(replace(call, target=None))} for _ in range(3)]
             model = plan.for_many(unmapped(call.program.model))
-            found = for_many(call.program._replace(model=model), few, plan.plates.nesting)
-            is_mapped = found is not None and isinstance(found.model, Vectorized)
+            program, nesting = call.program._replace(model=model), plan.plates.nesting
+            found, reason = for_many(program, nesting, partial(difference_at, few, nesting))
+            is_mapped = isinstance(found.model, Vectorized)
             many = plan if is_mapped == plan.vectorized else replace(plan, vectorized=is_mapped)
-            self._many = plan, None if found is None else many
+            self._many = plan, many if reason is None else None
         return self._many[1]
 
 

@@ -107,8 +107,7 @@ class OwnData:
             values = covariate_values(
                 self.plan.covariates,
                 self._option,
-                call.program.args,
-                call.program.kwargs,
+                call.program,
                 lambda reference: call.run(reference, broadcast=True),
                 call.lacking,
             )

@@ -19,7 +19,7 @@ from pyro_nami.parameters.conditioning import Plates, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.covariates import MASK
-from pyro_nami.reading.index_maps.finder import MapPlan
+from pyro_nami.reading.index_maps.decoding import MapPlan
 
 __all__ = [
     "Covariates",

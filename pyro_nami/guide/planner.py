@@ -35,7 +35,7 @@ from pyro_nami.program.first_run import allows_nan, is_transparent
 from pyro_nami.program.masks import own_mask
 from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.program.vectorized import Vectorized
-from pyro_nami.reading.network import is_blocked
+from pyro_nami.reading.extraction import is_blocked
 
 __all__ = ["make_plan"]
 

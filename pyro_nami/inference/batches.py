@@ -12,16 +12,15 @@ from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.processes import Processes
-from pyro_nami.inference.random_state import rng_state, set_rng_state
 from pyro_nami.inference.simulate import JointDraws, Simulator
-from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.isolation import forked_rng, rng_state, set_rng_state
 
-__all__ = ["Arguments", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
+__all__ = ["ArgumentsAt", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
 HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
 
 Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
-Arguments = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
+ArgumentsAt = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
 
 
 class Batch(NamedTuple):
@@ -36,7 +35,7 @@ class Simulations(NamedTuple):
     """A model's simulations in batches, at arguments that may differ from step to step."""
 
     simulator: Simulator
-    arguments: Arguments
+    arguments: ArgumentsAt
     batch_size: int | Callable[[int], int]
 
     def size(self, step: int) -> int:
@@ -80,7 +79,7 @@ class Simulations(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Batches, one a step, and the state by which another process goes on behind the batch read last."""
+    """Batches, one a step, and the state from which a resumed run continues after the last batch read."""
 
     batches: Iterator[Batch]
     state: dict[str, Any]
@@ -103,11 +102,12 @@ def stream_of(
 
     Args:
         simulations: the model's simulations.
-        steps: the steps that are ahead.
-        data: simulations made before, see `as_draws`; None: none. They end when those of one process do.
-        state: of the stream to go on with; empty: none.
+        steps: the steps still to take.
+        data: simulations made before, see `as_draws`; None: none. Batches end in all processes once one process has
+            no more.
+        state: of the stream to continue; empty for a new one.
         processes: the processes that train together.
-        renew: makes other simulations of all at once after each epoch, given a dict to note its own state in.
+        renew: returns the simulations of the next epoch, and keeps its own state in a dict.
     """
     if data is None:
         return Stream(map(simulations.fresh, steps), {})
@@ -124,7 +124,7 @@ class _Shuffled:
         draws: the simulations.
         size: from the number of steps done before an epoch to the size of its batches.
         renew: returns the simulations of the next epoch.
-        place: where the state is noted by which another process goes on.
+        place: the state for a resumed run, updated in place.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
 
 
 def are_all(data: Any) -> bool:
-    """Whether these are all simulations at once, rather than batches."""
+    """Whether data hold all simulations at once, and are no iterable of batches."""
     return isinstance(data, (JointDraws, Mapping, TensorDataset))
 
 

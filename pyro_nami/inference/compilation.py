@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_nami.inference.batches import (
-    Arguments,
+    ArgumentsAt,
     Batch,
     Simulations,
     Stream,
@@ -29,12 +29,12 @@ from pyro_nami.inference.history import History
 from pyro_nami.inference.latent_moves import LatentMoves
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.optimizers import optimization_of
-from pyro_nami.inference.random_state import rng_state, set_rng_state
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import bind
 from pyro_nami.inference.trackers import Tracker, callback
 from pyro_nami.inference.trainer import Trainer
 from pyro_nami.messages import check_counts, warn
+from pyro_nami.program.isolation import rng_state, set_rng_state
 
 __all__ = ["InferenceCompilation"]
 
@@ -101,7 +101,7 @@ class InferenceCompilation:
 
     @property
     def history(self) -> History:
-        """What happened in the last `fit`, or in the steps so far."""
+        """Losses and counts of the last `fit`, or of the steps so far."""
         return History() if self._trainer is None else self._trainer.history
 
     def step(self, *args: Any, **kwargs: Any) -> float:
@@ -122,12 +122,12 @@ class InferenceCompilation:
         """Returns the loss on ``num`` fresh simulations at the model's arguments, in nats per simulation."""
         check_counts(num=num)
         trainer, simulations = self._set_up(_constant(args, kwargs))
-        return trainer.mean_loss(simulations.total(num))
+        return float(trainer.losses(simulations.total(num)).mean())
 
     def fit(
         self,
         steps: int,
-        args: Sequence[Any] | Arguments = (),
+        args: Sequence[Any] | ArgumentsAt = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         data: Any = None,
@@ -140,7 +140,7 @@ class InferenceCompilation:
         progress: bool = True,
         tracker: Tracker | Callable[[str, float, int], Any] | None = None,
     ) -> History:
-        """Trains for a number of steps; for one, if all conditionals are derived and the guide has no weights.
+        """Takes a number of training steps; a single one if all conditionals are derived and the guide has no weights.
 
         With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones; see
         `Trainer.validate` for latents that move. With a checkpoint that exists, training goes on from there, on a CPU
@@ -186,19 +186,19 @@ class InferenceCompilation:
         return trainer.history
 
     def _ask_for_any_data(self) -> None:
-        """Has a guide that can be for one data set or for any be for any."""
+        """Makes a guide that may serve one data set, or any, serve any."""
         ask = getattr(self.guide, "serve_any_data", None)
         if ask is not None:
             ask()
 
-    def _set_up(self, arguments: Arguments, data: Any = None) -> tuple[Trainer, Simulations]:
+    def _set_up(self, arguments: ArgumentsAt, data: Any = None) -> tuple[Trainer, Simulations]:
         """Returns the trainer, which the first call makes with the guide's structure, and simulations at arguments."""
         args, kwargs = arguments(0)
         if self._trainer is None:
             simulator = Simulator(
                 self.model, args, kwargs, observed_names(self._observed, self.guide)
             )
-            bind(self.guide, self.model, simulator.model)
+            bind(self.guide, simulator.model)
             given = as_draws(data, simulator) if are_all(data) else None
             self._trainer = Trainer(simulator, self.guide, self._optimization, self._wrap, given)
         return self._trainer, Simulations(self._trainer.simulator, arguments, self.batch_size)
@@ -222,7 +222,7 @@ def _train(
     held_out: Callable[[], Iterable[Batch]] | None,
     plan: _Schedule,
 ) -> None:
-    """Takes the steps of a plan, until its patience or the batches end."""
+    """Takes the steps of a schedule, until the patience or the batches end."""
     history, log = trainer.history, plan.log
     done, last = plan.ahead.start, plan.ahead.stop
     hidden = not plan.progress
@@ -230,7 +230,7 @@ def _train(
         while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
             done += 1
             log("loss", trainer.step(batch), done)
-            if trainer.nothing_to_learn:
+            if getattr(trainer.guide, "num_parameters", 1) == 0:  # all conditionals are derived
                 break
             if held_out is not None and (done % plan.validate_every == 0 or done == last):
                 log("validation_loss", trainer.validate(held_out(), stream.moved), done)
@@ -262,9 +262,10 @@ def _save(trainer: Trainer, stream: Stream, checkpoint: str | Path | None) -> No
 def _resume(
     trainer: Trainer, checkpoint: str | Path | None
 ) -> tuple[str | Path | None, dict[str, Any]]:
-    """Goes on from the first process's checkpoint; returns its path and the state of this process's stream.
+    """Resumes from the first process's checkpoint; returns its path and the state of this process's stream.
 
-    Random numbers go on as well; where another number of processes goes on, from the first's, anew in the others.
+    Random states are restored. With another number of processes than before, the first process gets its state back, and
+    the others are seeded anew.
     """
     processes = trainer.processes
     saved: dict[str, Any] = {}
@@ -281,7 +282,7 @@ def _resume(
     return checkpoint, own.get("stream", {})
 
 
-def _constant(args: tuple, kwargs: dict[str, Any]) -> Arguments:
+def _constant(args: tuple, kwargs: dict[str, Any]) -> ArgumentsAt:
     return lambda step: (args, kwargs)
 
 

@@ -7,14 +7,10 @@ from collections.abc import Mapping
 
 __all__ = ["History"]
 
-# Largest share of simulations that may be non-finite. At ten times less, a model with rare overflows cannot be trained
-# on; at ten times more, a guide learns the posterior of another model.
-MAX_SKIPPED = 0.1
-
 
 @dataclasses.dataclass(repr=False)
 class History:
-    """What happened in training.
+    """Losses of a training run, and how many of its simulations were not finite.
 
     Attributes:
         losses: -log q in nats per simulation, at every step; NaN where no simulation of a batch was finite.
@@ -47,9 +43,11 @@ class History:
         return 0 if best is None else sum(step > best for step, _ in self.validation)
 
     def count(
-        self, drawn: int, skipped: int, non_finite: Mapping[str, int], most: float = MAX_SKIPPED
+        self, drawn: int, skipped: int, non_finite: Mapping[str, int], most: float = 0.1
     ) -> None:
         """Takes the figures of one batch.
+
+        Were more than a tenth left out, a guide would learn the posterior of another model.
 
         Raises:
             ValueError: a larger share of all simulations than ``most`` is not finite, once there are 1 / most^2.

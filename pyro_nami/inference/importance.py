@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import pyro
 import torch
 from pyro.infer.inspect import is_sample_site
 from pyro.poutine.util import site_is_factor
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from pyro_nami.inference.observations import Observations, as_mapping
 from pyro_nami.inference.site_messages import (
-    is_delta,
     plate_names,
     plate_nesting,
     with_idle_dims,
@@ -30,31 +30,19 @@ from pyro_nami.inference.target import (
     Target,
     in_one_line,
     log_densities,
+    per_draw,
     run_for_many,
-)
-from pyro_nami.inference.weighed_run import (
-    CHECK,
-    BadDensity,
-    Weigh,
-    Weighed,
-    fault_of,
-    lost_draws,
-    summed,
-    weighed,
-    weighed_run,
-    whole,
 )
 from pyro_nami.inference.weighted_samples import WeightedSamples, warn_of_bad
 from pyro_nami.messages import OneByOne, check_counts, warn
-from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.first_run import is_delta
+from pyro_nami.program.isolation import forked_rng, rng_state, set_rng_state
 from pyro_nami.program.many_draws import differing_site, few_draws
 from pyro_nami.program.memory import rows_in_memory
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
 __all__ = ["Proposal", "importance_sample"]
-
-# Largest share of draws at which the model may have no density. At ten times less, some that overflow are an error.
-MAX_LOST = 0.5
 
 
 @torch.no_grad()
@@ -109,7 +97,7 @@ def importance_sample(
         tensor(-2.2655)
     """
     check_counts(num_samples=num_samples, chunk_size=chunk_size)
-    target = Target(model, guide, args, kwargs, prior_share=defensive)
+    target = Target(Program(model, args, kwargs), guide, prior_share=defensive)
     ours = max(1, math.floor((1 - defensive) * num_samples))
     target = replace(target, prior_share=1 - ours / num_samples)
     proposal = Proposal.of(target, as_mapping(observations))
@@ -118,6 +106,27 @@ def importance_sample(
     )
     warn_of_bad(result)
     return result
+
+
+CHECK = "Check the site's parameters and the data that it sees."
+
+
+class BadDensity(ValueError):
+    """A log density that no weight can be made of; the message names the site."""
+
+
+class Weighed(NamedTuple):
+    """The sites of a run of the guide, and of one of the model at its values, with their log densities."""
+
+    extent: Extent
+    guide: dict[str, Any]
+    model: dict[str, Any]
+    log_q: dict[str, Tensor]
+    log_p: dict[str, Tensor]
+
+
+# Runs guide and model of a target for an extent, at given values of latents; see `_weighed`.
+Weigh = Callable[[Target, Extent, Mapping[str, Tensor]], Weighed]
 
 
 class _Draws(NamedTuple):
@@ -141,7 +150,7 @@ class Proposal:
         """Returns the proposal of a target, on observed values; raises where guide and model do not fit."""
         if observations:
             target, _ = target.observing(observations)
-        single = weighed_run(target, target.one())
+        single = _weighed_run(target, target.one())
         nesting = max(plate_nesting(sites.values()) for sites in (single.guide, single.model))
         return cls(replace(target, nesting=nesting), single, _matched_latents(single))
 
@@ -172,7 +181,7 @@ class Proposal:
         if reason is not None:
             warn(_LOOP.format(reason), OneByOne)
         proposal, chunks = replace(self, target=target), []
-        for weigh, num in ((weighed, from_guide), (self._weighed_prior, from_prior)):
+        for weigh, num in ((_weighed, from_guide), (self._weighed_prior, from_prior)):
             for done in range(0, num, size):
                 make = proposal._chunk if reason is None else proposal._one_by_one
                 chunks.append(make(min(size, num - done), weigh))
@@ -183,7 +192,7 @@ class Proposal:
         lost = log_weights.isnan()
         if lost.any():
             fault = f"{max(chunk.fault for chunk in chunks)} for {int(lost.sum())} of {lost.numel()} draws"
-            if lost.double().mean() >= MAX_LOST:
+            if 2 * lost.sum() >= lost.numel():
                 raise BadDensity(f"Expected {fault}. {CHECK}")
             warn(f"Expected {fault}, which have weight zero. {CHECK}")
         plates = {name: plate_names(self.single.model[name]) for name in self.latents}
@@ -191,7 +200,7 @@ class Proposal:
 
     def at_once(self, num: int) -> _Draws:
         """Returns draws of one run for all; weights may be NaN."""
-        return self._draws(weighed_run(self.target, self.target.extent(num)), checked=False)
+        return self._draws(_weighed_run(self.target, self.target.extent(num)), checked=False)
 
     def difference(self, num: int) -> str | None:
         """Returns where a run for some draws differs from runs for its first and last one; None if nowhere.
@@ -199,12 +208,11 @@ class Proposal:
         Draws that the model has no density for say nothing. Near the edge of a support the value of a draw may not tell
         the density that it was made with. So a difference has to show in a run at the values of the draws as well.
         """
-        run = weighed_run(self.target, self.target.extent(num))
+        run = _weighed_run(self.target, self.target.extent(num))
         self._draws(run)
         reason = self._differing(run)
         if reason is not None:
-            values = {name: whole(site) for name, site in run.guide.items() if _is_drawn(site)}
-            reason = self._differing(weighed_run(self.target, run.extent, values))
+            reason = self._differing(_weighed_run(self.target, run.extent, _drawn(run)))
         return reason
 
     def log_weights(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -216,7 +224,7 @@ class Proposal:
             for name in self.latents
         }
         model = self.target.run_model(extent, Runner({**values, **extent.data}))
-        return summed(log_densities(model), extent) - self.target.guide_log_prob(extent, values)
+        return _summed(log_densities(model), extent) - self.target.guide_log_prob(extent, values)
 
     def _fault(self, target: Target) -> str | None:
         """Returns why a few draws cannot be made at once; None if they can, or if no draws can."""
@@ -232,12 +240,12 @@ class Proposal:
             return in_one_line(error)
 
     def _chunk(self, num: int, weigh: Weigh) -> _Draws:
-        return self._draws(weighed_run(self.target, self.target.extent(num), weigh=weigh))
+        return self._draws(_weighed_run(self.target, self.target.extent(num), weigh=weigh))
 
     def _one_by_one(self, num: int, weigh: Weigh) -> _Draws:
         sizes = (num,) if self.target.data.num is None else (num, self.target.data.num)
         draws = [
-            self._draws(weighed_run(self.target, self.target.one(index[-1]), weigh=weigh))
+            self._draws(_weighed_run(self.target, self.target.one(index[-1]), weigh=weigh))
             for index in itertools.product(*map(range, sizes))
         ]
         values, log_weights, faults = zip(*draws)
@@ -253,42 +261,125 @@ class Proposal:
     ) -> Weighed:
         """Runs the model at its own draws, and tells the guide's density there."""
         sites = target.run_model(extent, Runner({**values, **extent.data}))
-        log_q = target.guide_log_prob(extent, {name: whole(sites[name]) for name in self.latents})
+        log_q = target.guide_log_prob(extent, {name: _whole(sites[name]) for name in self.latents})
         log_q = torch.where(log_q.isnan(), -torch.inf, log_q)  # far out, where it draws nothing
         return Weighed(extent, {}, sites, {"all latents": log_q}, log_densities(sites))
 
     def _draws(self, run: Weighed, checked: bool = True) -> _Draws:
-        log_q, log_p = (summed(part, run.extent) for part in (run.log_q, run.log_p))
+        log_q, log_p = (_summed(part, run.extent) for part in (run.log_q, run.log_p))
         if self.target.prior_share:
             prior = {name: run.log_p[name] / run.model[name]["scale"] for name in self.latents}
-            log_q = self.target.defended(log_q, summed(prior, run.extent))
+            log_q = self.target.defended(log_q, _summed(prior, run.extent))
         log_weights = log_p - log_q
-        fault = fault_of(run) if checked and not (log_weights < torch.inf).all() else ""
+        fault = _fault_of(run) if checked and not (log_weights < torch.inf).all() else ""
         values = {
-            name: whole(run.model[name]).reshape(run.extent.sizes + shape)
+            name: _whole(run.model[name]).reshape(run.extent.sizes + shape)
             for name, shape in self.shapes.items()
         }
         return _Draws(values, log_weights, fault)
 
     def _differing(self, run: Weighed) -> str | None:
         """Returns a log density of the first or last good draw that differs in a run of its own; None if none does."""
-        drawn = {name: whole(site) for name, site in run.guide.items() if _is_drawn(site)}
+        drawn = _drawn(run)
 
         def alone_at(index: Any) -> dict[str, Tensor]:
             values = {
                 name: value[index].reshape(self.single.guide[name]["fn"].shape())
                 for name, value in drawn.items()
             }
-            return _by_role(weighed_run(self.target, self.target.one(index[-1]), values))
+            return _by_role(_weighed_run(self.target, self.target.one(index[-1]), values))
 
-        good = (~lost_draws(run)).nonzero()
+        good = (~_lost_draws(run)).nonzero()
         ends = map(tuple, good[[0, -1]].tolist() if len(good) else ())
         wrong = differing_site(_by_role(run), ends, alone_at)
         return wrong and f"{wrong} differs from that in a single run"
 
 
-def _is_drawn(site: Any) -> bool:
-    return not site["is_observed"]
+def _summed(log_probs: Mapping[str, Tensor], extent: Extent) -> Tensor:
+    total: Any = sum(per_draw(log_probs, extent).values())
+    return total
+
+
+def _whole(site: Any) -> Tensor:
+    return site["value"].expand(site["fn"].shape())
+
+
+def _weighed_run(
+    target: Target,
+    extent: Extent,
+    values: Mapping[str, Tensor] | None = None,
+    weigh: Weigh | None = None,
+) -> Weighed:
+    """Runs the guide, at its own draws or at given values, and the model at the guide's; or runs ``weigh``.
+
+    Where distributions refuse some draws, the run is repeated without validation, and the model's log density is NaN
+    or minus infinity there.
+
+    Raises:
+        BadDensity: a distribution refuses NaN of the guide.
+    """
+    weigh, state = weigh or _weighed, rng_state()
+    try:
+        return weigh(target, extent, values or {})
+    except ValueError as error:
+        # Only the global switch keeps distributions that a model makes from refusing NaN. Without validation the run
+        # reaches a log density, which has a site to name.
+        with pyro.validation_enabled(False):
+            try:
+                set_rng_state(state)  # so that the refused values are drawn again
+                run = weigh(target, extent, values or {})
+                _fault_of(run)
+            except BadDensity as bad:
+                raise bad from error
+            except Exception:  # the same error, or what follows from it
+                raise error from None
+    return run
+
+
+def _lost_draws(run: Weighed) -> Tensor:
+    """Returns the draws at which the model's log density is NaN."""
+    flags = {name: part.isnan() for name, part in run.log_p.items()}
+    return torch.stack([count > 0 for count in per_draw(flags, run.extent).values()]).any(0)
+
+
+def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Weighed:
+    guide = target.run_guide(extent, Runner(values))
+    # What the guide observes is no part of its density, but what it weights by a factor is.
+    guide = {
+        name: site
+        for name, site in guide.items()
+        if not site["is_observed"] or site_is_factor(site)
+    }
+    drawn = {name: site["value"] for name, site in guide.items() if not site["is_observed"]}
+    model = target.run_model(extent, Runner({**drawn, **extent.data}))
+    return Weighed(extent, guide, model, log_densities(guide), log_densities(model))
+
+
+def _fault_of(run: Weighed) -> str:
+    """Returns where the model's log density is NaN.
+
+    Raises:
+        BadDensity: it is +inf, or the guide's is NaN, or infinite where it drew.
+    """
+    roles = {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)}
+    fault = ""
+    for kind, bad in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
+        for role, log_probs in roles.items():
+            for name, log_prob in log_probs.items():
+                found = int(bad(log_prob).sum())
+                told = f"a finite log density at site '{name}' of the {role}; got {kind}"
+                if found and (kind, role) == ("NaN", "model"):
+                    fault = fault or told
+                elif found and not (kind == "-inf" and (role == "model" or not run.guide)):
+                    raise BadDensity(
+                        f"Expected {told} for {found} of {log_prob.numel()} draws. {CHECK}"
+                    )
+    return fault
+
+
+def _drawn(run: Weighed) -> dict[str, Tensor]:
+    """Returns the values of all sites that the guide draws."""
+    return {name: _whole(site) for name, site in run.guide.items() if not site["is_observed"]}
 
 
 def _by_role(run: Weighed) -> dict[str, Tensor]:
@@ -306,7 +397,7 @@ def _matched_latents(single: Weighed) -> tuple[str, ...]:
     sites, data = single.model, single.extent.data
     latents = [name for name, site in sites.items() if not site["is_observed"] and name not in data]
     auxiliary = {name for name, site in single.guide.items() if site["infer"].get("is_auxiliary")}
-    drawn = {n: s for n, s in single.guide.items() if _is_drawn(s) and n not in auxiliary}
+    drawn = {name: single.guide[name] for name in _drawn(single) if name not in auxiliary}
     for name in latents:
         if name not in drawn and is_sample_site(sites[name]):
             raise ValueError(

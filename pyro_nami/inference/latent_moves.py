@@ -23,16 +23,15 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.distributions import MaskedDistribution
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
-from pyro_nami.factors.wrappers import layers
 from pyro_nami.inference.cost import elements_of_a_draw
 from pyro_nami.inference.importance import Proposal
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.target import Target
 from pyro_nami.program.isolation import bounded_indices, forked_rng
+from pyro_nami.program.masks import is_masked
 from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["LatentMoves"]
@@ -43,7 +42,6 @@ WORTH = 0.1
 # Most joint draws whose chains get all draws of the guide in one run. At ten times more, a poor guide makes most of
 # them in vain; at ten times less, a few joint draws take as many runs as many do.
 FEW = 1000
-TRIES = 10  # calls in which a guide is checked; its first draws may be so far off that rounding alone is found
 # Elements of all tensors computed for a draw of the guide; latents move every k-th call where there are k times
 # as many. At ten times more, moves by quadrature take most of the time of training.
 WORK = 2**15
@@ -87,11 +85,11 @@ class LatentMoves:
 
         Args:
             draws: of the simulator.
-            state: where the moves note what another `LatentMoves` needs to go on alike; ``state["moved"]`` is the share
-                of the draws that moved in this call.
+            state: what a resumed run needs, updated in place; ``state["moved"]`` is the share of the draws moved by
+                this call.
         """
         state = self._state if state is None else state
-        if self._proposal is None and state.setdefault("tries", TRIES):
+        if self._proposal is None and state.setdefault("simulated", True):
             few = draws.select(torch.arange(min(3, draws.num))).to(self.simulator.device)
             with forked_rng(), bounded_indices(), pyro.validation_enabled(False):
                 self._proposal = self._checked(few, state)
@@ -114,13 +112,11 @@ class LatentMoves:
 
     def _checked(self, few: JointDraws, state: dict[str, Any]) -> Proposal | None:
         """Returns the proposal, if it draws at once, and by the density that the model simulates; None otherwise."""
-        state["tries"] -= 1
-        simulator = self.simulator
-        target = Target(simulator.model, self.guide, simulator.args, simulator.kwargs)
+        target = Target(self.simulator.program, self.guide)
         try:
             proposal = Proposal.of(target, few.observed)
             if not all(map(_is_simulated, proposal.single.model.values())):
-                state["tries"] = 0
+                state["simulated"] = False
             elif proposal.difference(2) is None:
                 state.setdefault("period", math.ceil(elements_of_a_draw(proposal) / WORK))
                 state.setdefault("calls", 0)
@@ -173,8 +169,5 @@ class LatentMoves:
 
 def _is_simulated(site: Any) -> bool:
     """Whether a site counts in the joint density as it does in simulations."""
-    masked = site["mask"] is not None or any(
-        isinstance(fn, MaskedDistribution) for fn in layers(site["fn"])
-    )
     unscaled = bool(torch.as_tensor(site["scale"]).eq(1).all())
-    return unscaled and not site_is_factor(site) and (site["is_observed"] or not masked)
+    return unscaled and not site_is_factor(site) and (site["is_observed"] or not is_masked(site))

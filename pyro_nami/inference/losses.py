@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from pyro_nami.inference.simulate import JointDraws
 from pyro_nami.inference.target import Target
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 
-# Loss in nats from which on it grows by its logarithm. At ten times less, the losses of long time series are bent; at
-# ten times more, one simulation of a heavy tail outweighs more of the others.
+# Loss in nats above which the loss grows by its logarithm. At ten times less, the losses of long time series are bent;
+# at ten times more, one simulation of a heavy tail outweighs more of the others.
 LARGE = 1e6
 
 
@@ -27,8 +28,8 @@ class CompilationLoss(nn.Module):
 
     Attributes:
         derived: mean loss of the latents with conditionals derived from the model, in nats. They have no weights, so
-            this constant takes their place in training. None where their loss is to be computed, as it is with other
-            arguments than ``arguments``.
+            this constant stands for their loss in training. None: their loss is computed, as it is with other arguments
+            than ``arguments``.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -52,11 +53,11 @@ class CompilationLoss(nn.Module):
         self.arguments: tuple[tuple, Mapping[str, Any]] = (), {}
 
     def forward(
-        self, draws: JointDraws, args: tuple, kwargs: dict[str, Any], *, whole: bool = False
+        self, draws: JointDraws, args: tuple, kwargs: Mapping[str, Any], *, whole: bool = False
     ) -> Tensor:
         """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it.
 
-        Beyond a million nats it goes on by its logarithm: few simulations are not to outweigh all others.
+        Above a million nats the loss grows by its logarithm, so that few simulations do not outweigh all others.
         """
         same = _identities(args, kwargs) == _identities(*self.arguments)
         guide: Any = self.guide
@@ -84,10 +85,10 @@ def _identities(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[int], dict
 
 
 def site_log_probs(
-    guide: Callable, draws: JointDraws, args: tuple, kwargs: dict[str, Any]
+    guide: Callable, draws: JointDraws, args: tuple, kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Returns log q of simulations at every site of a guide, ``(draws,)`` each; see `Target.guide_log_probs`."""
-    target = Target(guide, guide, args, kwargs, nesting=draws.nesting)
+    target = Target(Program(guide, args, kwargs), guide, nesting=draws.nesting)
     extent = target.extent(draws.num)._replace(data=draws.observed)
     return target.guide_log_probs(extent, draws.latents)
 
@@ -97,7 +98,7 @@ def non_finite_sites(
     parameters: Sequence[Tensor],
     draws: JointDraws,
     args: tuple,
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
 ) -> tuple[list[str], str]:
     """Returns the sites at which log q or its gradient is not finite, and the site of the largest loss.
 

@@ -71,7 +71,7 @@ class ExponentialDecay:
 
 
 class RelaxedELBO(ELBO):
-    """An ELBO whose gradients come by Gumbel-softmax draws of the guide's binary and one-hot latents.
+    """An ELBO with gradients through Gumbel-softmax draws of the guide's binary and one-hot latents.
 
     In `loss_and_grads` and `differentiable_loss` every Bernoulli or OneHotCategorical draw of the guide is a
     reparametrized one in (0, 1), which the model gets as it is: write the model such that it can take it. Densities of
@@ -169,7 +169,7 @@ class RelaxedELBO(ELBO):
         drawn = Drawn(self.temperature)
         loss = getattr(self.elbo, what)(_Scored(drawn)(model), drawn(guide), *args, **kwargs)
         self.step += torch.is_grad_enabled()
-        if not drawn.any and not self._warned:
+        if not drawn.names and not self._warned:
             self._warned = True
             warn(
                 "No draw of the guide was relaxed: none is Bernoulli or OneHotCategorical, without exact conditional "
@@ -184,17 +184,12 @@ class RelaxedELBO(ELBO):
 
 
 class Drawn(Messenger):
-    """Makes a guide's discrete draws relaxed ones, and holds at which sites it did in the latest run."""
+    """Relaxes a guide's discrete draws, and holds the names of their sites."""
 
     def __init__(self, temperature: float) -> None:
         super().__init__()
-        self.temperature, self.any = temperature, False
+        self.temperature = temperature
         self.names: set[str] = set()
-
-    def __enter__(self) -> Drawn:
-        self.names.clear()
-        super().__enter__()
-        return self
 
     def _pyro_sample(self, msg: Any) -> None:
         drawn = (
@@ -204,7 +199,7 @@ class Drawn(Messenger):
             return
         fn = gumbel_softmax(msg["fn"], self.temperature)
         if fn is not None:
-            msg["fn"], self.any = fn, True
+            msg["fn"] = fn
             self.names.add(msg["name"])
 
 

@@ -22,7 +22,6 @@ from pyro_nami.factors.wrappers import layers
 from pyro_nami.inference.simulator_model import Simulated
 from pyro_nami.inference.site_messages import (
     check_declared,
-    is_delta,
     log_density,
     plate_nesting,
     plate_shape,
@@ -30,8 +29,10 @@ from pyro_nami.inference.site_messages import (
 )
 from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
 from pyro_nami.messages import check_counts, warn
+from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws, of_rank
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
 __all__ = ["JointDraws", "Simulator"]
@@ -74,11 +75,9 @@ class JointDraws(NamedTuple):
         """Returns the draws whose values are all finite, and site -> how many of all draws are not, where any."""
         values = {**self.latents, **self.observed}
         bad = {
-            name: ~value.isfinite().reshape(self.num, -1).all(-1)
-            for name, value in values.items()
-            if value.is_floating_point()
+            name: ~value.isfinite().reshape(self.num, -1).all(-1) for name, value in values.items()
         }
-        lost = torch.stack(list(bad.values())).any(0) if bad else torch.zeros(1, dtype=torch.bool)
+        lost = torch.stack(list(bad.values())).any(0)
         if not lost.any():  # one transfer from the device, and rarely more
             return self, {}
         counts = {name: int(rows.sum()) for name, rows in bad.items()}
@@ -100,7 +99,7 @@ class Simulator:
         observed: sites that inference will condition on, beside those that the model observes itself.
 
     Attributes:
-        model: as given, or `Vectorized`, where only so one run gives all draws.
+        program: the model and its arguments; the model is in `Vectorized` where only so one run gives all draws.
         nesting: plate dims of the model.
         latent, observed: names of the sites, in model order.
         single: latent or observed site -> its message in a run of one draw.
@@ -129,9 +128,7 @@ class Simulator:
         kwargs: Mapping[str, Any] | None = None,
         observed: Sequence[str] = (),
     ) -> None:
-        self.model = model
-        self.args = tuple(args)
-        self.kwargs = dict(kwargs or {})
+        self.program = Program(model, tuple(args), dict(kwargs or {}))
         self.nesting = 0
         self.single: dict[str, Any] = {}
         data: set[str] = set()  # the sites that the model observes
@@ -142,7 +139,7 @@ class Simulator:
 
         with forked_rng(), pyro.validation_enabled(False):  # draws may be NaN
             params = poutine.trace(param_only=True)
-            sites = self._run(Extent(contexts=(params,)), choose=note)
+            sites = self.sites(Extent(contexts=(params,)), choose=note)
             self.nesting = plate_nesting(sites.values())
             self.single = {n: site for n, site in sites.items() if not site_is_factor(site)}
             given = {observed} if isinstance(observed, str) else set(observed)
@@ -150,11 +147,11 @@ class Simulator:
             self.latent = tuple(name for name in self.single if name not in self.observed)
             self._check_sites(sites, given)
             target, reason = run_for_many(
-                self.target, lambda target: self._of(target.model)._difference(sites)
+                self.target, lambda target: self._of(target.program)._difference(sites)
             )
         parameters = params.trace.nodes.items()
         self.trainable = tuple(name for name, site in parameters if _is_trained(site))
-        self.model = target.model
+        self.program = target.program
         self.vectorized = reason is None
         if reason is not None:
             warn(
@@ -162,6 +159,11 @@ class Simulator:
                 "which is slow. Write the model for batch dims on the left: `alpha[..., index]` for `alpha[index]`, "
                 "`w @ X.mT` for `X @ w`, dims counted from the right, `torch.where` for `if`."
             )
+
+    @property
+    def model(self) -> Callable:
+        """The model as it is run: as given, or `Vectorized`."""
+        return self.program.model
 
     @property
     def enumerates(self) -> bool:
@@ -193,7 +195,7 @@ class Simulator:
             values = {name: sites[name]["value"] for name in self.single}
             return self.joint(values)._replace(sites=sites if keep_sites else None)
         given = [{name: value[i] for name, value in (latents or {}).items()} for i in range(num)]
-        runs = [self._run(values=values) for values in given]
+        runs = [self.sites(values=values) for values in given]
         return self.joint(
             {
                 name: torch.stack(
@@ -212,31 +214,25 @@ class Simulator:
 
     def at(self, *args: Any, **kwargs: Any) -> Simulator:
         """Returns a simulator of the same model at other arguments (other plate sizes, say), not checked again."""
-        other = copy.copy(self)
-        other.args, other.kwargs = args, kwargs
-        return other
-
-    def sites(self) -> dict[str, Any]:
-        """Returns the sites of a single run, with nothing observed, as messages."""
-        return self._run()
+        return self._of(self.program._replace(args=args, kwargs=kwargs))
 
     # ---- runs of the model
 
     @property
     def target(self) -> Target:
         """The model on these arguments, without a guide."""
-        return Target(self.model, None, self.args, self.kwargs, nesting=self.nesting)
+        return Target(self.program, None, nesting=self.nesting)
 
-    def _run(
+    def sites(
         self,
         extent: Extent = Extent(),
         values: Mapping[str, Tensor] | None = None,
         choose: Callable[[Any], None] | None = None,
     ) -> dict[str, Any]:
-        """Runs the model; returns its sites but deterministic ones."""
+        """Runs the model, by default for one draw, with nothing observed; returns its sites but deterministic ones."""
         note = of_rank(self.nesting + 1) if extent.sizes else None
         runner = Runner(values or {}, simulated=True, choose=choose, note=note)
-        # Draws may be NaN, which distributions that the model makes can be told not to refuse in no other way.
+        # Draws may be NaN. Only the global switch keeps distributions that the model makes from refusing them.
         with torch.no_grad(), pyro.validation_enabled(False):
             sites = self.target.run_model(extent, runner)
         for name in self.single:
@@ -248,7 +244,7 @@ class Simulator:
 
     def _batch(self, num: int, latents: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Returns the sites of one run for all draws."""
-        sites = self._run(self.target.extent(num), latents)
+        sites = self.sites(self.target.extent(num), latents)
         for name, site in sites.items():
             shape, expected = site["fn"].batch_shape, (num, *plate_shape(site, self.nesting))
             if shape != expected:
@@ -284,10 +280,10 @@ class Simulator:
                     f"Simulations know nothing of the factor '{name}': they are of the model without it."
                 )
 
-    def _of(self, model: Callable) -> Simulator:
-        """Returns a simulator of another model, with the same sites."""
+    def _of(self, program: Program) -> Simulator:
+        """Returns a simulator of another program, with the same sites."""
         other = copy.copy(self)
-        other.model = model
+        other.program = program
         return other
 
     def _difference(self, sites: Mapping[str, Any]) -> str | None:
@@ -301,7 +297,7 @@ class Simulator:
                     name: batch[name]["value"][draw].reshape(site["fn"].shape())
                     for name, site in self.single.items()
                 }
-                return _log_densities(self._run(values=values))
+                return _log_densities(self.sites(values=values))
 
             wrong = differing_site(_log_densities(batch), range(num), alone_at)
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for

@@ -10,14 +10,16 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, TorchDistribution, constraints
+from pyro.distributions import TorchDistribution, constraints
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Distribution, Independent, TransformedDistribution
 
-from pyro_nami.factors.wrappers import base_of, layers
+from pyro_nami.factors.wrappers import base_of
+from pyro_nami.inference.site_messages import plate_nesting
 from pyro_nami.program.distribution_parts import arguments_of
+from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.plate_dims import own_dims
 
@@ -27,7 +29,7 @@ _BY_ROWS = "One that takes one row is called by lambda theta: torch.stack([simul
 
 
 class Simulated(TorchDistribution):
-    """What a simulator makes of parameters ``(*batch, *event)``: draws ``(*batch, *shape)``, and no density."""
+    """A simulator's data ``(*batch, *shape)`` given parameters ``(*batch, *event)``: a distribution without density."""
 
     arg_constraints: dict = {}
     has_rsample = False
@@ -68,7 +70,7 @@ class SimulatorModel:
     Args:
         model: any; where it has values at the sites of data, a `pyro.deterministic` or a `Delta`, they become draws.
         data: site -> number of event dims.
-        weighted: whether the data count; without, the model is that of the rest.
+        weighted: whether the data are part of the density that is asked for.
     """
 
     def __init__(self, model: Callable, data: Mapping[str, int], weighted: bool = True) -> None:
@@ -86,7 +88,7 @@ class SimulatorModel:
 
 
 class _Drawn(Messenger):
-    """Makes draws of values at some sites."""
+    """Turns values at some sites, which are deterministic, into draws."""
 
     def __init__(self, data: Mapping[str, int], weighted: bool) -> None:
         super().__init__()
@@ -122,14 +124,11 @@ def with_drawn_data(
     data = {}
     for name in observed:
         site = sites.get(name, {})
-        if any(isinstance(layer, Delta) for layer in layers(site.get("fn"))):
-            depth = max(
-                (-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized), default=0
-            )
+        if is_delta(site.get("fn")):
             # by default a deterministic site has all dims for events
             ndims = len(site["fn"].event_shape)
             whole = site["infer"].get("_deterministic") and ndims == site["value"].dim()
-            data[name] = max(ndims - depth, 0) if whole else ndims
+            data[name] = max(ndims - plate_nesting([site]), 0) if whole else ndims
     return SimulatorModel(model, data) if data else model
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from pyro.distributions import Delta
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_nami.factors.wrappers import innermost
+from pyro_nami.program.plate_dims import frames_of
 
 __all__ = [
     "OutsideSupport",
     "check_declared",
     "check_full_plates",
     "check_latents",
-    "is_delta",
     "log_density",
     "plate_names",
     "plate_nesting",
@@ -50,31 +48,24 @@ def check_latents(whose: str, found: Collection[str], latents: Collection[str]) 
         )
 
 
-def is_delta(fn: Any) -> bool:
-    """Tells whether a distribution is a Delta, below its event dims and masks."""
-    return isinstance(innermost(fn), Delta)
-
-
 def plate_nesting(sites: Iterable[Any]) -> int:
     """Returns the number of plate dims of a run, from its sites: Pyro's ``max_plate_nesting``."""
-    frames = (frame for site in sites for frame in site["cond_indep_stack"])
-    return max((-frame.dim for frame in frames if frame.vectorized), default=0)
+    return max((-frame.dim for site in sites for frame in frames_of(site)), default=0)
 
 
 def plate_names(site: Any) -> tuple[str | None, ...]:
     """Returns the name of the plate of each batch dim of a site; None for a dim that is no plate's."""
     names: list[str | None] = [None] * len(site["fn"].batch_shape)
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized:
-            names[frame.dim] = frame.name
+    for frame in frames_of(site):
+        names[frame.dim] = frame.name
     return tuple(names)
 
 
 def plate_shape(site: Any, nesting: int) -> tuple[int, ...]:
     """Returns the batch shape that a site's plates give it, ``(*plates,)``."""
     shape = [1] * nesting
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized and -frame.dim <= nesting:
+    for frame in frames_of(site):
+        if -frame.dim <= nesting:
             shape[frame.dim] = frame.size if frame.size >= 0 else site["fn"].batch_shape[frame.dim]
     return tuple(shape)
 

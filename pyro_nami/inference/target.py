@@ -19,7 +19,6 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.inference.observations import Observations
@@ -27,15 +26,17 @@ from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import (
     check_full_plates,
     check_latents,
-    is_delta,
     log_density,
     plate_nesting,
 )
+from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import bounded_indices
+from pyro_nami.program.many_draws import for_many
 from pyro_nami.program.plate_dims import own_dims
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner, takes_observations
 from pyro_nami.program.site_values import any_value
-from pyro_nami.program.vectorized import Vectorized
+from pyro_nami.program.vectorized import unmapped
 
 __all__ = [
     "Extent",
@@ -69,8 +70,8 @@ class Target:
     """A model p(z, x) and a guide q(z | x), on the arguments and the data of one call.
 
     Args:
-        model, guide: as Pyro takes them; the guide is None where none is run.
-        args, kwargs: arguments of both.
+        program: the model with the arguments of the call.
+        guide: takes the same arguments; None where none is run.
         data: observed values in place of the model's own.
         nesting: plate dims; those of draws and of data sets stand left of them.
         prior_share: share of the proposal's draws that are the prior's in place of the guide's.
@@ -80,16 +81,14 @@ class Target:
         >>> def model():
         ...     z = pyro.sample("z", dist.Normal(0.0, 1.0))
         ...     pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(2.0))
-        >>> target = Target(model, None, (), {})
+        >>> target = Target(Program(model, (), {}), None)
         >>> sites = target.run_model(target.extent(3), Runner({"z": torch.tensor([0.0, 1.0, 2.0])}))
         >>> log_densities(sites)["x"]
         tensor([-2.9189, -1.4189, -0.9189])
     """
 
-    model: Callable
+    program: Program
     guide: Callable | None
-    args: tuple
-    kwargs: Mapping[str, Any]
     data: Observations = field(default_factory=lambda: Observations({}, {}, 0))
     nesting: int = 0
     prior_share: float = 0.0
@@ -112,15 +111,12 @@ class Target:
                 return None
             return any_value(site["fn"], like, torch.zeros)
 
-        tensors = (
-            leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)
-        )
+        tensors = (leaf for leaf in self.program.leaves() if isinstance(leaf, Tensor))
         like = next((leaf for leaf in tensors if leaf.is_floating_point()), None)
         sites = self.run_model(Extent(data=observations), Runner({}, choose=value))
         nesting = plate_nesting(sites.values())
-        return replace(
-            self, data=Observations(observations, sites, nesting), nesting=nesting
-        ), sites
+        data = Observations(observations, sites, nesting)
+        return replace(self, data=data, nesting=nesting), sites
 
     def one(self, row: int = 0) -> Extent:
         """Returns the extent of one draw for one data set."""
@@ -144,18 +140,18 @@ class Target:
             ValueError: a site whose distribution fails to be sampled.
         """
         runner.is_sampling = True
-        return _run(runner, self.model, self.args, self._kwargs(extent, self.model), extent)
+        return self._run(self.program.model, extent, runner)
 
     def run_guide(self, extent: Extent, runner: Runner) -> dict[str, Any]:
         """Runs the guide; returns its sites with densities."""
         assert self.guide is not None
-        return _run(runner, self.guide, self.args, self._kwargs(extent, self.guide), extent)
+        return self._run(self.guide, extent, runner)
 
     def guide_log_prob(self, extent: Extent, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the guide's log density in nats, ``extent.sizes``: by its ``log_prob``, where it has one."""
         dense = getattr(self.guide, "log_prob", None)
         if dense is not None:
-            return dense(values, *self.args, **self._kwargs(extent, self.guide))
+            return dense(values, *self.program.args, **self._kwargs(extent, self.guide))
         return torch.stack(list(self.guide_log_probs(extent, values).values())).sum(0)
 
     def guide_log_probs(self, extent: Extent, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -185,48 +181,49 @@ class Target:
 
     def _kwargs(self, extent: Extent, fn: Any) -> Mapping[str, Any]:
         told = extent.data and takes_observations(fn, is_guide=fn is self.guide)
-        return {**self.kwargs, "observations": extent.data} if told else self.kwargs
+        kwargs = self.program.kwargs
+        return {**kwargs, "observations": extent.data} if told else kwargs
+
+    def _run(self, fn: Callable, extent: Extent, runner: Runner) -> dict[str, Any]:
+        """Runs the model or the guide within the plates of an extent."""
+
+        def in_contexts(*args: Any, **kwargs: Any) -> None:
+            with ExitStack() as stack:
+                for context in extent.contexts:
+                    stack.enter_context(context)
+                fn(*args, **kwargs)
+
+        program = Program(in_contexts, self.program.args, self._kwargs(extent, fn))
+        try:
+            try:
+                sites = program.run(runner)
+            except torch.linalg.LinAlgError:  # one draw is not to end the run of all
+                runner.restart()
+                with _Factored():
+                    sites = program.run(runner)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            last = runner.last
+            if last is None or last["name"] in runner.sites:  # the model's own code failed
+                raise
+            kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
+            raise kind(
+                f"Expected a site that can be sampled; got '{last['name']}', whose "
+                f"{type(innermost(last['fn'])).__name__} raises {type(error).__name__}: {error}."
+            ) from error
+        check_full_plates(sites)
+        return {name: site for name, site in sites.items() if not site_is_subsample(site)}
 
 
 class _Factored(TorchFunctionMode):
-    """Gives Cholesky factors of NaN where there are none."""
+    """Returns NaN for the Cholesky factor of a matrix that is not positive definite."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.linalg.cholesky:
             return func(*args, **(kwargs or {}))
         factor, info = torch.linalg.cholesky_ex(*args, **(kwargs or {}))
         return factor.where((info == 0)[..., None, None], math.nan)
-
-
-def _run(
-    runner: Runner, fn: Callable, args: tuple, kwargs: Mapping[str, Any], extent: Extent
-) -> dict[str, Any]:
-    def in_contexts(*args: Any, **kwargs: Any) -> None:
-        with ExitStack() as stack:
-            for context in extent.contexts:
-                stack.enter_context(context)
-            fn(*args, **kwargs)
-
-    try:
-        try:
-            sites = runner.run(in_contexts, args, kwargs)
-        except torch.linalg.LinAlgError:  # one draw is not to end the run of all
-            runner.restart()
-            with _Factored():
-                sites = runner.run(in_contexts, args, kwargs)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        last = runner.last
-        if last is None or last["name"] in runner.sites:  # the model's own code failed
-            raise
-        kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
-        raise kind(
-            f"Expected a site that can be sampled; got '{last['name']}', whose "
-            f"{type(innermost(last['fn'])).__name__} raises {type(error).__name__}: {error}."
-        ) from error
-    check_full_plates(sites)
-    return {name: site for name, site in sites.items() if not site_is_subsample(site)}
 
 
 @bounded_indices()
@@ -241,22 +238,21 @@ def run_for_many(
         target: a model and a guide.
         difference: from a target to where its batched runs differ from single ones; None if nowhere.
     """
-    reason = difference(target)
-    # the first may draw at no site
-    if reason is None or isinstance(target.model, (SimulatorModel, Vectorized)):
-        return target, reason
-    other = replace(target, model=Vectorized(target.model, target.nesting))
-    bind(target.guide, target.model, other.model)
-    if difference(other) is None:
-        return other, None
-    bind(target.guide, other.model, target.model)
-    return target, reason
+    if isinstance(target.program.model, SimulatorModel):  # mapped, it may draw at no site
+        return target, difference(target)
+
+    def at(program: Program) -> Target:
+        bind(target.guide, program.model)
+        return replace(target, program=program)
+
+    program, reason = for_many(target.program, target.nesting, lambda each: difference(at(each)))
+    return at(program), reason
 
 
-def bind(guide: Any, model: Callable, other: Callable) -> None:
-    """Lets a guide of one model run another one, which is the same to it."""
-    if hasattr(guide, "bind") and guide.model is model:
-        guide.bind(other)
+def bind(guide: Any, model: Callable) -> None:
+    """Has a guide of a model run it as this one does, mapped over draws or not."""
+    if hasattr(guide, "bind") and unmapped(guide.model) is unmapped(model):
+        guide.bind(model)
 
 
 # ---- what the sites of a run say

@@ -33,12 +33,12 @@ REACH = 10.0
 
 
 class Trainer:
-    """Moves a guide's weights, alike in all processes, from its first call on, which is made here.
+    """Trains a guide's weights, equally in all processes, after the guide's first call, which is made here.
 
-    Guides start at simulations ``given``, or else at ones that are drawn for that.
+    The first call is on the simulations ``given``, or else on simulations that are drawn for it.
 
     Attributes:
-        history: what happened since the last `load`.
+        history: of the steps since the last `load`.
         best: the weights of the latest validation whose loss was as low as others', see `validate`.
         lowest: the loss of each held-out simulation where their mean was lowest.
     """
@@ -72,11 +72,6 @@ class Trainer:
         self.best: dict[str, Any] | None = None
         self.lowest: Tensor | None = None
 
-    @property
-    def nothing_to_learn(self) -> bool:
-        """Whether all conditionals are derived from the model, and the guide has no weights."""
-        return getattr(self.guide, "num_parameters", 1) == 0
-
     def step(self, batch: Batch) -> float:
         """Moves the weights by one step; returns the loss before, over the simulations of all processes.
 
@@ -91,12 +86,13 @@ class Trainer:
     def validate(self, batches: Iterable[Batch], moved: float = 0.0) -> float:
         """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is low enough.
 
-        Few held-out simulations do not tell which of many weights are best. Where latents of those learned from move,
-        such that they are not overfit, the later weights are, as the rate falls. So their loss may be above
-        the lowest by as much of a standard error of the difference as the share of the latents that ``moved``. Nor do
-        one or two tell that are far out: losses count up to ten widths of the central 68% above these.
+        Few held-out simulations do not tell which of many weights are best. Where the latents of the training
+        simulations are moved, so that they are not overfit, later weights are better, as the learning rate falls.
+        So the loss of later weights may be above the lowest loss, by the share of the latents that ``moved`` times
+        the standard error of the difference. Losses of single simulations far out are cut off at ten widths of the
+        central 68% above these.
         """
-        losses, done = _within_reach(self._losses(batches)), len(self.history.losses)
+        losses, done = _within_reach(self.losses(batches)), len(self.history.losses)
         loss = self.processes.mean(float(losses.mean()))
         self.history.validation.append((done, loss))
         self.optimization.validated(loss)
@@ -105,7 +101,7 @@ class Trainer:
         return loss
 
     def _is_low(self, losses: Tensor, errors: float) -> bool:
-        """Whether losses of held-out simulations are not above the lowest by more than so many standard errors."""
+        """Whether the mean held-out loss is above the lowest by at most a number of standard errors."""
         lowest = torch.zeros(()) if self.lowest is None else self.lowest.to(losses)
         above = losses - (lowest if lowest.shape == losses.shape else lowest.mean())
         num, total, square = self.processes.sum(
@@ -117,15 +113,11 @@ class Trainer:
             return math.isfinite(mean)
         return mean <= errors * math.sqrt(max(square / num - mean**2, 0.0) / num)
 
-    def mean_loss(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean loss over all finite simulations of this process; warns of the others."""
-        return float(self._losses(batches).mean())
-
     @torch.no_grad()
-    def _losses(self, batches: Iterable[Batch]) -> Tensor:
+    def losses(self, batches: Iterable[Batch]) -> Tensor:
         """Returns the losses of all finite simulations of this process, in float64; warns of the others."""
         losses, seen = [], History()
-        with _out_of_sight():
+        with _unseen():
             for args, kwargs, draws in batches:
                 kept, non_finite = draws.to(self.finite[0].device).finite()
                 seen.count(draws.num, draws.num - kept.num, non_finite)
@@ -156,7 +148,7 @@ class Trainer:
 
     def _descend(self, batch: Batch, share: float) -> float:
         parameters = self.optimization.parameters
-        with _out_of_sight():
+        with _unseen():
             loss = self.wrapped(batch.draws, batch.args, batch.kwargs).mean() * share
             norm = self.optimization.backward(loss)
         loss_value, norm_value = torch.stack((loss.detach(), norm.to(loss))).tolist()
@@ -228,15 +220,15 @@ class Trainer:
 def _first_call(
     loss: CompilationLoss, simulator: Simulator, given: JointDraws | None
 ) -> dict[str, Tensor]:
-    """Calls a guide, as lazy ones get their parameters then, and regresses it, if it can be; returns these by name."""
-    guide, args, kwargs = loss.guide, simulator.args, simulator.kwargs
+    """Calls a guide, which makes lazy parameters, and regresses it if it can be; returns its parameters by name."""
+    guide, (_, args, kwargs) = loss.guide, simulator.program
     regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
     count = FIRST_CALL if regress is None else REGRESSED
     with forked_rng():
         draws = simulator.draw(count) if given is None else next(given.in_batches(count))
     draws, _ = draws.finite()
     few = next(draws.in_batches(FIRST_CALL))
-    with torch.no_grad(), _out_of_sight():
+    with torch.no_grad(), _unseen():
         if not isinstance(guide, nn.Module):
             seen = poutine.trace(guide, param_only=True)
             site_log_probs(seen, few, args, kwargs)
@@ -245,11 +237,11 @@ def _first_call(
         loss(few, args, kwargs)
     with_data = {**kwargs, "observations": draws.observed}
     if regress is not None:
-        with forked_rng(), _out_of_sight():
+        with forked_rng(), _unseen():
             regress(draws.latents, *args, **with_data)
     log_prob_of: Any = getattr(guide, "log_prob_of", None) if simulator.vectorized else None
     if log_prob_of is not None and getattr(guide, "num_parameters", None):
-        with torch.no_grad(), _out_of_sight():
+        with torch.no_grad(), _unseen():
             derived = log_prob_of(False, draws.latents, None, *args, **with_data)
         if derived.isfinite().all():  # or else steps say where it is not
             loss.derived, loss.arguments = -float(derived.mean()), (args, kwargs)
@@ -262,7 +254,7 @@ def _within_reach(losses: Tensor) -> Tensor:
 
 
 @contextmanager
-def _out_of_sight() -> Iterator[None]:
+def _unseen() -> Iterator[None]:
     with pyro.validation_enabled(False), poutine.block():
         yield
 

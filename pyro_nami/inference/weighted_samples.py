@@ -7,6 +7,7 @@ draws, and `psis` smooths the weights.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
-from pyro_nami.inference.summaries import table_of
-from pyro_nami.messages import check_counts, warn
+from pyro_nami.messages import aligned, check_counts, warn
 
 __all__ = [
     "K_MAX",
@@ -30,12 +30,12 @@ __all__ = [
     "warn_of_bad",
 ]
 
-K_GOOD = 0.5  # k-hat below which the weights' variance is finite
-K_MAX = 0.7  # k-hat above which no practical number of draws gives a stable estimate
+# k-hat below which the weights' variance is finite; k-hat above which no practical number of draws is enough
+K_GOOD, K_MAX = 0.5, 0.7
 
 
 class Pool(NamedTuple):
-    """Errors that draws have from the weights by which they were resampled, ``(*data sets)``.
+    """Errors that resampled draws inherit from the weights that they were resampled by, ``(*data sets)``.
 
     Attributes:
         evidence: variance of the log evidence by them, nats squared.
@@ -69,7 +69,7 @@ class WeightedSamples:
         samples: site -> ``(num_samples, *data sets, *site shape)``, the shape in one run: plates, then event.
         log_weights: log p(z, x) - log q(z), ``(num_samples, *data sets)``, nats. Not normalized; -inf is zero weight.
         plates: site -> name of the plate of each batch dim, None for a dim that is no plate's; for `to_arviz`.
-        pool: of draws that were resampled, what their errors and k-hat have from the weights before.
+        pool: for resampled draws, the errors and k-hat of the weights that they were resampled by.
 
     Raises:
         ValueError: weights that are NaN, inf, or all zero for a data set; samples that do not fit the weights.
@@ -107,7 +107,7 @@ class WeightedSamples:
     def log_evidence(self) -> Tensor:
         """Estimate of log p(x), ``(*data sets)``, nats: log of the mean weight; NaN where no weights are known."""
         found = log_mean(self.log_weights)
-        return found if self.pool is None else found.where(~self.pool.evidence.isnan(), math.nan)
+        return found.where(~self._pool.evidence.isnan(), math.nan)
 
     @cached_property
     def log_evidence_error(self) -> Tensor:
@@ -116,7 +116,7 @@ class WeightedSamples:
         inf for a single draw. Not to be trusted where `pareto_k` is not: the weights' variance may be infinite.
         """
         error = log_mean_error(self.log_weights)
-        return error if self.pool is None else (error.square() + self.pool.evidence).sqrt()
+        return (error.square() + self._pool.evidence).sqrt()
 
     @cached_property
     def effective_sample_size(self) -> Tensor:
@@ -124,7 +124,7 @@ class WeightedSamples:
         size = (
             2 * torch.logsumexp(self.log_weights, 0) - torch.logsumexp(2 * self.log_weights, 0)
         ).exp()
-        return size if self.pool is None else size / (1 + size * self.pool.draws)
+        return size / (1 + size * self._pool.draws)
 
     @cached_property
     def _smoothed(self) -> tuple[Tensor, Tensor]:
@@ -139,11 +139,11 @@ class WeightedSamples:
     @property
     def pareto_k(self) -> Tensor:
         """Shape of the weights' tail, ``(*data sets)``; above 0.7 estimates are unreliable. See `psis.smooth`."""
-        return (
-            self._smoothed[1]
-            if self.pool is None
-            else self._smoothed[1].maximum(self.pool.pareto_k)
-        )
+        return self._smoothed[1].maximum(self._pool.pareto_k)
+
+    @property
+    def _pool(self) -> Pool:
+        return self.pool or Pool.none(self.log_weights[0])
 
     def _weights(self, smoothed: bool) -> Tensor:
         """Normalized weights, ``(num_samples, *data sets)``."""
@@ -205,7 +205,7 @@ class WeightedSamples:
         }
 
     def equally_weighted(self, num: int) -> WeightedSamples:
-        """Returns draws of equal weight, as `resample` does, with the evidence and the errors that these here have."""
+        """Returns draws of equal weight, as `resample` does, with the evidence and the errors of the weights."""
         own = self.effective_sample_size.reciprocal() - 1 / self.num_samples
         pool = Pool(self.log_evidence_error.square(), own.clamp(min=0.0), self.pareto_k)
         log_weights = self.log_evidence.expand(num, *self.log_evidence.shape)
@@ -261,7 +261,7 @@ class WeightedSamples:
         Args:
             prob: of the central interval.
         """
-        return f"{self!r}\n\n{table_of(self, prob)}"
+        return f"{self!r}\n\n{_table_of(self, prob)}"
 
     def __repr__(self) -> str:
         sets = self.log_weights.shape[1:]
@@ -306,6 +306,32 @@ class WeightedSamples:
         if not value.is_floating_point():
             value = value.to(weights.dtype)
         return value, _over(weights, value)
+
+
+def _table_of(drawn: WeightedSamples, prob: float, most: int = 100) -> str:
+    """Returns mean, sd, median and the ends of a central interval of every element, a line each; see `WeightedSamples`.
+
+    Of one site there are at most so many lines.
+
+    Raises:
+        ValueError: a probability outside of (0, 1).
+    """
+    if not 0 < prob < 1:
+        raise ValueError(f"Expected a probability between 0 and 1; got {prob}.")
+    ends = [(1 - prob) / 2, 0.5, (1 + prob) / 2]
+    rows: list[tuple[str, ...]] = [("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends))]
+    for name in drawn.samples:
+        mean = drawn.mean(name)
+        told = torch.cat(
+            (torch.stack((mean, drawn.std(name))), drawn.quantile(name, ends).to(mean))
+        )
+        places = itertools.islice(itertools.product(*map(range, mean.shape)), most)
+        for place, numbers in zip(places, told.reshape(5, -1).T.tolist()):
+            index = f"[{', '.join(map(str, place))}]" if place else ""
+            rows.append((name + index, *(f"{number:.3g}" for number in numbers)))
+        if mean.numel() > most:
+            rows.append((f"{name}: {mean.numel() - most:,} more", *[""] * 5))
+    return "\n".join(aligned(rows, words=(0,)))
 
 
 def log_mean(log_weights: Tensor) -> Tensor:

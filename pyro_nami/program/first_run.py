@@ -18,6 +18,7 @@ from pyro_nami.program.runner import make_whole
 __all__ = [
     "allows_nan",
     "first_run",
+    "is_delta",
     "is_latent",
     "is_node",
     "is_partial",
@@ -52,7 +53,7 @@ def is_node(msg: Any) -> bool:
     observed, fn = msg["is_observed"], msg["fn"]
     if observed and (msg["mask"] is False or msg["infer"].get("_deterministic", False)):
         return False
-    return not _is_delta(fn) or (
+    return not is_delta(fn) or (
         observed and all(getattr(layer, "_mask", None) is not False for layer in layers(fn))
     )
 
@@ -76,7 +77,7 @@ def is_passing(site: Any) -> bool:
 def is_transparent(site: Any) -> bool:
     """Whether a trace's site is a latent that the model itself determines."""
     latent = site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site)
-    return latent and _is_delta(site["fn"])
+    return latent and is_delta(site["fn"])
 
 
 def is_partial(msg: Any) -> bool:
@@ -100,6 +101,7 @@ def allows_nan(site: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_delta(fn: Any) -> bool:
+def is_delta(fn: Any) -> bool:
+    """Whether a distribution is a Delta, below its event dims and masks."""
     *_, last = layers(fn)
     return isinstance(last, Delta)

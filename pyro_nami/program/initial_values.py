@@ -6,6 +6,7 @@ vague prior does not, so the data decide.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -31,14 +32,8 @@ __all__ = ["likely_start", "near_origin"]
 RUNS = 4
 # draws of a prior whose median is taken; of ten times fewer it would be off by half a standard deviation
 PRIOR_DRAWS = 101
-# distance of a median from the origin, in unconstrained space; nearer ones are no other start
-FAR = 0.5
-# nats by which the mean of runs has to be better; ten times more would leave small data sets at the origin
-BETTER = 1.0
 # parts of the way to a median; without the shorter ones, vague priors would take latents beyond the data
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-# where draws are taken to be, in unconstrained space, that rounding has moved to a bound; the order of log(eps^2)
-INFINITE = 64.0
 
 
 def near_origin(site: Any) -> Tensor:
@@ -77,8 +72,8 @@ def likely_start(program: Program, scale: float) -> poutine.Trace:
     seen = poutine.Trace()
     for name in subsamples(first.nodes):
         seen.add_node(name, **first.nodes[name])
-    program = program._replace(model=poutine.replay(program.model, trace=seen))
-    ways = _WaysToMedians(program, latent)
+    model = poutine.replay(program.model, trace=seen)
+    ways = _WaysToMedians(program._replace(model=model), latent)
     at = dict[str, float]()
     with untouched(*program.roots), torch.no_grad(), pyro.validation_enabled(False):
         here = ways.likelihoods({}, scale)
@@ -99,7 +94,7 @@ class _WaysToMedians:
     """Runs of a model with latents of some kinds at shares of the way from near the origin to their prior medians.
 
     Args:
-        program: the model, which replays its subsamples, and its arguments.
+        program: the model, with the same subsamples in every run, and its arguments.
         latent: latent -> its value near the origin.
 
     Attributes:
@@ -122,7 +117,7 @@ class _WaysToMedians:
             place = transform.inv(self._latent[site["name"]])
             if kind in at:
                 median, nearest = _median(site["fn"], transform)
-                if median.abs().max() > FAR:
+                if median.abs().max() > scale:  # nearer ones are no other start
                     self.shares[kind] = (0.0, *(share for share in SHARES if share >= nearest))
                 place = place + at[kind] * median
             return transform(place + scale * _narrowness(site["fn"]) * torch.randn_like(place))
@@ -136,20 +131,15 @@ class _WaysToMedians:
             pyro.set_rng_seed(seed)
             try:
                 trace = self.run(at, scale)
-                trace.compute_log_prob()
-                samples = [site for site in trace.nodes.values() if site["type"] == "sample"]
-                data = [site["log_prob_sum"] for site in samples if site["is_observed"]]
-                found.append(float(sum(data)))
+                found.append(float(trace.log_prob_sum(lambda _, site: site["is_observed"])))
             except Exception:  # noqa: BLE001  whatever a model does where it is not meant to be
                 found.append(-torch.inf)
-        least = -1e300
-        return torch.tensor(found, dtype=torch.float64).nan_to_num(
-            least, neginf=least, posinf=least
-        )
+        least = -torch.inf
+        return torch.tensor(found, dtype=torch.float64).nan_to_num(least, least, least)
 
 
 def _is_better(gain: Tensor) -> bool:
-    return bool((gain > 0).all() and gain.mean() > BETTER)
+    return bool((gain > 0).all())
 
 
 def _is_real(fn: Any) -> bool:
@@ -187,6 +177,9 @@ def _median(fn: Any, transform: Any) -> tuple[Tensor, float]:
             draws = None
     if draws is None:
         return torch.zeros(()), 1.0
-    draws = transform.inv(draws).nan_to_num(0.0, INFINITE, -INFINITE)
+    draws = transform.inv(draws)
+    # where draws are that rounding has moved to a bound
+    bound = -2 * math.log(torch.finfo(draws.dtype).eps)
+    draws = draws.nan_to_num(0.0, bound, -bound)
     median = draws.median(0).values
     return median, float((draws.abs().amin(0) / median.abs()).nan_to_num(1.0).max())

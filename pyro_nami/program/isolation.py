@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import pyro
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,14 @@ from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "bounded_indices",
-    "contents_of",
     "dropping",
     "forked_rng",
     "names_in",
     "on_ordinary_tensors",
     "outside_of_traces",
     "random_layers",
+    "rng_state",
+    "set_rng_state",
     "untouched",
 ]
 
@@ -131,13 +134,33 @@ def untouched(*roots: Any) -> Iterator[None]:
 @contextmanager
 def forked_rng() -> Iterator[None]:
     """Restores the random number generators of torch (CUDA as well), numpy and Python at its end."""
-    state = pyro.util.get_rng_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    state = rng_state()
     try:
-        with torch.random.fork_rng(devices):
-            yield
+        yield
     finally:
-        pyro.util.set_rng_state(state)
+        set_rng_state(state)
+
+
+def rng_state() -> dict[str, Any]:
+    """Returns the states of the random number generators of torch (CUDA as well), numpy and Python, as plain data."""
+    numpy_state: Any = np.random.get_state()
+    kind, keys, *rest = numpy_state
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
+        "python": random.getstate(),
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Sets a result of `rng_state`; CUDA generators only where there are as many devices."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
+    random.setstate(state["python"])
 
 
 @contextmanager
@@ -227,7 +250,8 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, FunctionType):
         named = [value.__globals__.get(name) for name in names_in(value.__code__)]
-        return [*map(contents_of, value.__closure__ or ()), *named]
+        cells = [cell for cell in value.__closure__ or () if cell != CellType()]  # none is empty
+        return [*(cell.cell_contents for cell in cells), *named]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
@@ -239,11 +263,3 @@ def names_in(code: CodeType) -> list[str]:
     """Returns the names that code, and the functions that it makes, may look up."""
     made = [part for part in code.co_consts if isinstance(part, CodeType)]
     return [*code.co_names, *(name for part in made for name in names_in(part))]
-
-
-def contents_of(cell: CellType, default: Any = None) -> Any:
-    """Returns what a closure's cell holds; the default if nothing as yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return default

@@ -5,6 +5,7 @@ Models that are written for one draw mix up the draws, or fail.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,12 +18,10 @@ from torch import Tensor
 from pyro_nami.program.masks import rounding_of
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
-from pyro_nami.program.vectorized import Vectorized, unmapped
+from pyro_nami.program.vectorized import Vectorized
 
-__all__ = ["differing_site", "few_draws", "for_many", "of_rank", "takes_many"]
+__all__ = ["difference_at", "differing_site", "few_draws", "for_many", "of_rank"]
 
-# draws of a run for many that is compared with single runs; one would not show that draws are mixed up
-FEWEST_DRAWS = 3
 MANY_DRAWS = 16  # from which a run for many draws pays for a check or a set-up of its own
 # relative and absolute, of log densities; 1e-2 for other dtypes: what Newton's last step in single precision may leave
 TOLERANCE = {torch.float64: 1e-6}
@@ -30,10 +29,10 @@ TOLERANCE = {torch.float64: 1e-6}
 ROUNDED_TERMS = 4.0
 
 
-def few_draws(sites: Iterable[Any], least: int = FEWEST_DRAWS) -> int:
-    """Returns a number of draws that is no size of a site, so that it cannot be taken for one."""
+def few_draws(sites: Iterable[Any]) -> int:
+    """Returns a number of draws, at least three, that is no size of a site, so that it cannot be taken for one."""
     sizes = {size for site in sites for size in site["fn"].shape()}
-    return next(num for num in range(least, least + len(sizes) + 1) if num not in sizes)
+    return next(num for num in itertools.count(3) if num not in sizes)
 
 
 def differing_site(
@@ -73,44 +72,49 @@ def _are_close(here: Tensor, there: Tensor, rounding: Tensor | None) -> bool:
     return bool(same.all())
 
 
-def for_many(program: Program, draws: Sequence[Mapping[str, Any]], nesting: int) -> Program | None:
-    """Returns a program that runs for many draws: as it is, or mapped by `Vectorized`; None if neither does.
+def for_many(
+    program: Program, nesting: int, difference: Callable[[Program], str | None]
+) -> tuple[Program, str | None]:
+    """Returns a program that runs for many draws, and None; or the program as it is, and why it does not.
 
-    See `takes_many`, by which this is decided.
-    """
-    mapped = program._replace(model=Vectorized(unmapped(program.model), nesting))
-    ways = (mapped,) if isinstance(program.model, Vectorized) else (program, mapped)
-    return next((way for way in ways if takes_many(way, draws, nesting)), None)
-
-
-def takes_many(program: Program, draws: Sequence[Mapping[str, Any]], nesting: int) -> bool:
-    """Whether a run at several joint draws of all sites is what runs at each of them are.
+    The program is tried as it is, and then mapped over draws by `Vectorized`.
 
     Args:
         program: a model and its arguments.
-        draws: site -> value, of a run each.
         nesting: the model's plate dims, left of which that of draws stands.
+        difference: from a program to where its run for many draws differs from runs for one; None if nowhere.
     """
-    if not draws:
-        return False
+    reason = difference(program)
+    if reason is None or isinstance(program.model, Vectorized):
+        return program, reason
+    mapped = program._replace(model=Vectorized(program.model, nesting))
+    return (mapped, None) if difference(mapped) is None else (program, reason)
+
+
+def difference_at(draws: Sequence[Mapping[str, Any]], nesting: int, program: Program) -> str | None:
+    """Returns where a run at several joint draws of all sites differs from a run at each of them; None if nowhere.
+
+    Args:
+        draws: site -> value, of a run each; they are repeated if they are too few.
+        nesting: the model's plate dims.
+        program: the model and its arguments.
+    """
     try:
         with torch.no_grad(), pyro.validation_enabled(False):
             first = _sites(program, draws[0])
             num = few_draws(first.values())
-            alone = [first, *(_sites(program, draw) for draw in draws[1:num])]
-            if num > len(alone):
-                return False
+            known = [first, *(_sites(program, draw) for draw in draws[1:num])]
+            alone = [known[i % len(known)] for i in range(num)]
             values = {name: _stacked([sites[name] for sites in alone], nesting) for name in first}
             many = _sites(program, values, note=of_rank(nesting + 1))
-            wrong = differing_site(
+            return differing_site(
                 _log_densities(many),
                 range(num),
                 lambda i: _log_densities(alone[i]),
                 lambda i: _rounding(alone[i]),
             )
-            return wrong is None
-    except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
-        return False
+    except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
+        return type(error).__name__
 
 
 def of_rank(most: int) -> Callable[[Any], None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_nami.factors.wrappers import layers, without
 
 __all__ = [
+    "is_masked",
     "is_masked_within",
     "log_density_of",
     "own_mask",
@@ -52,6 +53,12 @@ def is_masked_within(fn: Any) -> bool:
     return any(isinstance(layer, MaskedDistribution) for layer in layers(unmasked(fn)))
 
 
+def is_masked(site: Mapping[str, Any]) -> bool:
+    """Whether a site's density is masked anywhere, by handlers or by its distribution."""
+    masked = (isinstance(layer, MaskedDistribution) for layer in layers(site["fn"]))
+    return site["mask"] is not None or any(masked)
+
+
 def log_density_of(
     site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor], Tensor] | None = None
 ) -> Tensor:
@@ -70,9 +77,7 @@ def log_density_of(
 def without_gaps(site: Mapping[str, Any]) -> Tensor:
     """Returns a site's value, with any number in place of NaN that a mask hides: a gradient would not be hidden."""
     fn, value = site["fn"], site["value"]
-    if site["mask"] is None and not any(
-        isinstance(layer, MaskedDistribution) for layer in layers(fn)
-    ):
+    if not is_masked(site):
         return value
     try:
         stand_in = fn.mean.detach().nan_to_num()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 __all__ = ["MEMORY", "rows_in_memory"]
 
 # Bytes that the values of all sites take at a time. Intermediate results take several times as many. At ten times less,
 # runs for many draws become many short runs; at ten times more, a large model may not fit into memory.
 MEMORY = 2**25
-BYTES_OF_A_NUMBER = 8  # in double precision, the widest
 
 
 def rows_in_memory(elements: int) -> int:
@@ -17,4 +18,4 @@ def rows_in_memory(elements: int) -> int:
         >>> rows_in_memory(100)
         41943
     """
-    return max(1, MEMORY // (BYTES_OF_A_NUMBER * max(1, elements)))
+    return max(1, MEMORY // (torch.float64.itemsize * max(1, elements)))

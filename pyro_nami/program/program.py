@@ -44,10 +44,7 @@ class Program(NamedTuple):
 
     def leaves(self) -> list[Any]:
         """Returns all that the arguments hold, and the names of those that have one."""
-        leaves = [*self.args, *self.kwargs.values(), *self.kwargs]
-        if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
-            leaves = tree_leaves(leaves)
-        return leaves
+        return tree_leaves([*self.args, *self.kwargs.values(), *self.kwargs])
 
     def run(self, runner: Runner) -> dict[str, Any]:
         """Runs the model as the runner says; returns its sample sites, as a trace holds them."""

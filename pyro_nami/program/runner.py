@@ -202,9 +202,7 @@ def takes_observations(fn: Callable, *, is_guide: bool = False) -> bool:
     try:
         parameters = signature_of(fn).parameters
     except (TypeError, ValueError):
-        # None is to be read off what a Pyro handler makes of a function, such as the model that an AutoGuide holds.
-        handled = _handled(fn)
-        return callable(handled) and takes_observations(handled, is_guide=is_guide)
+        return False
     variadic = any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
     )
@@ -216,8 +214,7 @@ def needs_arguments(fn: Callable) -> bool:
     try:
         signature = signature_of(fn)
     except (TypeError, ValueError):
-        handled = _handled(fn)
-        return callable(handled) and needs_arguments(handled)
+        return False
     try:
         signature.bind()
     except TypeError:
@@ -226,10 +223,17 @@ def needs_arguments(fn: Callable) -> bool:
 
 
 def signature_of(fn: Any) -> inspect.Signature:
-    """Returns the signature of a model or a guide, of a module that of its `forward`."""
+    """Returns the signature of a model or a guide, of a module that of its `forward`, below handlers of Pyro.
+
+    Raises:
+        TypeError, ValueError: it has none.
+    """
     fn = getattr(fn, "__wrapped__", fn) if isinstance(fn, nn.Module) else fn
-    return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
-
-
-def _handled(fn: Any) -> Any:
-    return fn.args[-1] if isinstance(fn, functools.partial) and fn.args else None
+    fn = fn.forward if isinstance(fn, nn.Module) else fn
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):
+        # None is to be read off what a Pyro handler makes of a function, such as the model that an AutoGuide holds.
+        if isinstance(fn, functools.partial) and fn.args:
+            return signature_of(fn.args[-1])
+        raise

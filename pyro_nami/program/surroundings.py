@@ -149,16 +149,7 @@ class Surroundings:
 
     def now(self) -> Surroundings:
         """Returns the surroundings as they are now; these, if nothing has changed."""
-        changed = self.changed()
-        if any(not self._places[key].is_number for key in changed):
-            return Surroundings(self._roots, self._apart)
-        if not changed:
-            return self
-        other = copy.copy(self)
-        places = {key: self._places[key] for key in changed}
-        now = {key: _Place.of(place.read, place.write) for key, place in places.items()}
-        other._places = {**self._places, **now}
-        return other
+        return Surroundings(self._roots, self._apart) if self.changed() else self
 
     @property
     def has_data(self) -> bool:
@@ -219,44 +210,29 @@ class Surroundings:
         if isinstance(value, tuple):
             return list(value[:MOST_ITEMS])
         if isinstance(value, list):
-            return self._parts_of_list(value)
+            return self._items(value)
         if isinstance(value, dict):
-            return [*self._parts_of_dict(value), *self._attributes(value)]
+            return [*self._items(value), *self._attributes(value)]
         return self._attributes(value)
 
-    def _parts_of_list(self, value: list) -> list[Any]:
-        """Notes the items of a list, and that there are no more; of a long one nothing."""
-        count = len(value)
-        if max(count, len(self._places)) > MOST_ITEMS:
-            return []
-        for i in range(count):
-            self._note(value, i, partial(_item, value, i), partial(_set_in_list, value, i))
-
-        def write(more: _More) -> None:
-            value[count:] = more
-
-        self._note(value, MISSING, lambda: _More(value[count:]), write)
-        return list(value)
-
-    def _parts_of_dict(self, value: dict) -> list[Any]:
-        """Notes the items of a dict, and that there are no more; of a long one nothing."""
-        known = set(value.keys())
+    def _items(self, holder: list | dict) -> list[Any]:
+        """Notes the items of a list or dict, and that there are no more; of a long one nothing."""
+        known = _keys(holder)
         if max(len(known), len(self._places)) > MOST_ITEMS:
             return []
-        for key in value:
-            self._note_item(value, key)
+        found = [self._note_item(holder, key) for key in known]
 
         def more() -> _More:
-            return _More((key, value[key]) for key in value.keys() - known)
+            return _More((key, _item(holder, key)) for key in _keys(holder) if key not in known)
 
         def write(items: _More) -> None:
-            for key, _ in more():
-                _set_item(value, key, MISSING)
+            for key, _ in reversed(more()):
+                _set_item(holder, key, MISSING)
             for key, item in items:
-                _set_item(value, key, item)
+                _set_item(holder, key, item)
 
-        self._note(value, MISSING, more, write)
-        return list(value.values())
+        self._note(holder, MISSING, more, write)
+        return found
 
     def _parts_of_function(self, function: FunctionType) -> list[Any]:
         if self._is_foreign(function.__module__):
@@ -300,8 +276,8 @@ class Surroundings:
         found = sorted(name for name in holder.keys() & set(names) if not name.startswith("_pyro"))
         return [self._note_item(holder, name) for name in found]
 
-    def _note_item(self, holder: dict, key: Any) -> Any:
-        read = partial(dict.get, holder, key, MISSING)
+    def _note_item(self, holder: list | dict, key: Any) -> Any:
+        read = partial(_item, holder, key)
         return self._note(holder, key, read, partial(_set_item, holder, key))
 
     def _note_attribute(self, owner: Any, name: str) -> Any:
@@ -368,8 +344,21 @@ def _run_within(surroundings: Surroundings, model: Callable, *args: Any, **kwarg
         return model(*args, **kwargs)
 
 
-def _set_item(holder: dict, key: Any, value: Any) -> None:
+def _keys(holder: list | dict) -> Collection[Any]:
+    return range(len(holder)) if isinstance(holder, list) else dict.fromkeys(holder)
+
+
+def _item(holder: list | dict, key: Any) -> Any:
+    if isinstance(holder, list):
+        return holder[key] if key < len(holder) else MISSING
+    return dict.get(holder, key, MISSING)
+
+
+def _set_item(holder: list | dict, key: Any, value: Any) -> None:
     """Sets an item, or takes it away; not by methods of a user's class, which may do something else."""
+    if isinstance(holder, list):
+        holder[key : key + 1] = [] if value is MISSING else [value]
+        return
     kind = OrderedDict if isinstance(holder, OrderedDict) else dict
     if value is not MISSING:
         kind.__setitem__(holder, key, value)
@@ -391,15 +380,6 @@ def _set_attribute(owner: Any, name: str, value: Any) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, value)
-
-
-def _item(holder: list, i: int) -> Any:
-    return holder[i] if i < len(holder) else MISSING
-
-
-def _set_in_list(holder: list, i: int, value: Any) -> None:
-    """Sets an item, behind the last one as well, or takes it and those behind it away."""
-    holder[i : i + 1 if value is not MISSING else None] = [] if value is MISSING else [value]
 
 
 def _package_of(value: Any) -> str:

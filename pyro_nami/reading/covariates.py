@@ -20,6 +20,7 @@ from torch.distributions import Distribution, TransformedDistribution, transform
 
 from pyro_nami.factors.completed import constraints_of_parameters
 from pyro_nami.factors.wrappers import named_layers
+from pyro_nami.program.plate_dims import spread
 
 __all__ = ["MASK", "Argument", "Column", "ColumnSearch", "Given", "columns_of", "parameters"]
 
@@ -91,9 +92,7 @@ def columns_of(
     def values(column: Column | Argument | Given) -> Tensor:
         if isinstance(column, Argument):
             leaf = leaves[column.leaf]
-            return leaf.reshape(len(leaf), -1)[:, column.column].reshape(
-                (-1,) + (1,) * (-1 - column.dim)
-            )
+            return spread(leaf.reshape(len(leaf), -1)[:, column.column], column.dim)
         if isinstance(column, Column):
             if column.parameter in at(column.draw):
                 return at(column.draw)[column.parameter][..., column.entry]
@@ -209,37 +208,32 @@ class ColumnSearch:
         """
         arguments: dict[Argument, Tensor] = {}
         for i, leaf in enumerate(leaves):
-            if (
-                isinstance(leaf, Tensor)
-                and leaf.is_floating_point()
-                and leaf.dim()
-                and len(leaf) == size
-            ):
-                rows = _some(leaf.detach().reshape(size, -1).double())
-                if rows.shape[1] <= self._most and rows.isfinite().all():
-                    arguments |= {
-                        Argument(i, column, dim): rows[:, column] for column in range(rows.shape[1])
-                    }
+            if not isinstance(leaf, Tensor) or leaf.shape[:1] != (size,):
+                continue
+            rows = _some(leaf.detach().reshape(size, -1).double())
+            fits = leaf.is_floating_point() and rows.shape[1] <= self._most
+            if fits and rows.isfinite().all():
+                arguments |= {Argument(i, k, dim): column for k, column in enumerate(rows.T)}
         if not arguments or not self._found:
             return False
         wanted, design = torch.stack(self._found, 1), torch.stack([*arguments.values()], 1)
+        if len(design) <= 2 * design.shape[1]:
+            return False
         scale = design.std(0).clamp(min=1e-12)
         design, wanted = (design - design.mean(0)) / scale, wanted - wanted.mean(0)
         # not on CUDA
         weights = torch.linalg.lstsq(design.cpu(), wanted.cpu(), driver="gelsd").solution.to(design)
-        if (
-            len(design) <= 2 * design.shape[1]
-            or (wanted - design @ weights).norm() > TOLERANCE * wanted.norm()
-        ):
+        if (wanted - design @ weights).norm() > TOLERANCE * wanted.norm():
             return False
-        used = (weights.abs() > 1e-6 * weights.abs().amax(0)).any(1)
-        masks = [
-            column
-            for column in self.columns
-            if isinstance(column, Column) and column.parameter == MASK
+        used = (weights.abs() > 1e-6 * weights.abs().amax(0)).any(1).tolist()
+        columns: list[Column | Argument] = [
+            column for column in self.columns if column == Column(0, MASK, 0)
         ]
-        self.columns = masks + [argument for argument, use in zip(arguments, used.tolist()) if use]
-        return len(self.columns) <= self._most
+        columns += [argument for argument, use in zip(arguments, used) if use]
+        if len(columns) > self._most:
+            return False
+        self.columns = columns
+        return True
 
 
 def _some(rows: Tensor) -> Tensor:

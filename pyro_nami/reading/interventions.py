@@ -16,15 +16,11 @@ from torch import Tensor
 
 from pyro_nami.program.vectorized import unmapped
 from pyro_nami.reading.changes import numbers_in, same_support, support_of
-from pyro_nami.reading.group_testing import Untested
-from pyro_nami.reading.probe import TRIES, Place, Probe, Run
+from pyro_nami.reading.probe import ROUNDS, TRIES, Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
+from pyro_nami.reading.untested_pairs import Untested
 
 __all__ = ["Dependencies", "claim", "intervene", "is_blocked"]
-
-# Runs that test a site behind a value that left torch: each may take the same branch of an `if`. Ten times fewer would
-# miss most branches.
-ROUNDS = 16
 
 
 @dataclass

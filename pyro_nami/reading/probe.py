@@ -28,6 +28,10 @@ __all__ = ["OutOfBudget", "Place", "Probe", "Run"]
 # Draws for a run that fails at its values (a matrix that is not positive definite, say); ten times more would take long
 # where a model fails at all draws.
 TRIES = 3
+# Times that a test by other values is repeated where it may pass by chance with probability 1/2: of an `if` on a value
+# that left torch, of a row that follows the sign of a latent. Ten times fewer would miss most; ten times more would
+# spend the budget of runs.
+ROUNDS = 8
 
 Choose = Callable[[Any], Any]
 

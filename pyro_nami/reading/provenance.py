@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
@@ -240,16 +240,7 @@ class _ExitWatch(TorchFunctionMode):
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    items = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return [tensor for item in items for tensor in tensors_in(item)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _effects(func: Any, args: Any, kwargs: Any) -> tuple[str, list[Tensor], list[Tensor]]:

@@ -22,7 +22,7 @@ import numpy
 import pyro
 import torch
 
-from pyro_nami.reading.network import Extraction, extract
+from pyro_nami.reading.extraction import Extraction, extract
 
 _READING = Path(extract.__code__.co_filename).parent
 

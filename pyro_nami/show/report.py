@@ -19,7 +19,7 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.min_fill import Step
 from pyro_nami.graph.network import BayesNet, label, plate_list
 from pyro_nami.graph.verification import Verification
-from pyro_nami.reading.network import Extraction
+from pyro_nami.reading.extraction import Extraction
 from pyro_nami.show.render import render
 
 Object = dict[str, Any]

@@ -25,7 +25,7 @@ from torch import nn
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.graph import mean_field
-from pyro_nami.reading.network import extract_bayesnet
+from pyro_nami.reading.extraction import extract_bayesnet
 
 Y = torch.tensor(1.0)
 

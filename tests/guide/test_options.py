@@ -30,7 +30,7 @@ from torch import nn
 from pyro_nami import AutoNaMIGuide, mixture
 from pyro_nami.factors.unconstrained import NormalFamily
 from pyro_nami.graph import mean_field, nami, verify_inverse
-from pyro_nami.reading.network import extract_bayesnet
+from pyro_nami.reading.extraction import extract_bayesnet
 
 pytestmark = pytest.mark.filterwarnings("error")
 Y = torch.tensor(1.0)

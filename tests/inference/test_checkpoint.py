@@ -21,8 +21,8 @@ from pyro_nami.inference.checkpoint import (
     save_checkpoint,
 )
 from pyro_nami.inference.compilation import InferenceCompilation
-from pyro_nami.inference.random_state import rng_state, set_rng_state
 from pyro_nami.inference.simulate import Simulator
+from pyro_nami.program.isolation import rng_state, set_rng_state
 
 pytestmark = pytest.mark.filterwarnings("error")
 Adam = functools.partial(torch.optim.Adam, lr=0.02)

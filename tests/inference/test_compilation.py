@@ -310,14 +310,14 @@ def test_the_guide_ends_with_the_weights_of_the_lowest_loss_or_later_ones_if_lat
         optim=functools.partial(torch.optim.SGD, lr=0.2), clip_norm=1.0, batch_size=50
     )
     batches, seen = [Simulator(CHAIN, ZERO).draw(size) for size in (200, 100)], []
-    losses_of = Trainer._losses
+    losses_of = Trainer.losses
 
     def losses(*args):
         # so that the last weights are never those kept
         seen.append(losses_of(*args) + 10 * (len(seen) == 39))
         return seen[-1]
 
-    monkeypatch.setattr(Trainer, "_losses", losses)
+    monkeypatch.setattr(Trainer, "losses", losses)
     monkeypatch.setattr(Stream, "moved", moved)
     history = compilation.fit(40, ZERO, progress=False, validation=batches, validate_every=1)
     kept = kept_by(torch.stack(seen, 1), moved)

@@ -24,7 +24,7 @@ from pyro_nami.checking import calibrate
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import Target, log_densities
 from pyro_nami.messages import OneByOne
-from pyro_nami.program.many_draws import takes_many
+from pyro_nami.program.many_draws import difference_at
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.vectorized import Vectorized
@@ -112,7 +112,7 @@ IDS = [*ONE, *(f"plated {name}" for name in PLATED)]
 @pytest.mark.parametrize(("fn", "plated"), CASES, ids=IDS)
 def test_sites_are_those_of_single_runs(fn, plated):
     model = model_of(fn, plated)
-    target = Target(Vectorized(model, 1), None, (), {}, nesting=1)
+    target = Target(Program(Vectorized(model, 1), (), {}), None, nesting=1)
     with pyro.validation_enabled(False):
         sites = target.run_model(target.extent(7), Runner({}))
         together = log_densities(sites)
@@ -366,6 +366,15 @@ def test_a_guide_that_is_mapped_has_the_same_loss_when_it_is_compiled():
     assert compiled == pytest.approx(plain, abs=1e-3)
 
 
+def test_draws_as_many_as_a_plate_has_instances_tell_that_a_model_takes_many():
+    def model():
+        with pyro.plate("rows", 3):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    program = Program(model, (), {})
+    assert difference_at(program.prior_draws(3), 1, program) is None
+
+
 def test_a_chain_that_indexes_by_its_states_is_given_up_early():
     """Of several draws each step would have all pairs of the one before."""
     seen = []
@@ -379,5 +388,5 @@ def test_a_chain_that_indexes_by_its_states_is_given_up_early():
 
     draws = Program(model, (), {}).prior_draws(3)
     seen.clear()
-    assert not takes_many(Program(model, (), {}), draws, 0)
+    assert difference_at(draws, 0, Program(model, (), {})) is not None
     assert max(seen) < 100

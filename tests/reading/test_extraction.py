@@ -20,7 +20,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.distributions import constraints
 
-from pyro_nami.reading.network import extract, extract_bayesnet
+from pyro_nami.reading.extraction import extract, extract_bayesnet
 
 ZERO, THREE = torch.zeros(()), torch.zeros(3)
 

@@ -14,10 +14,10 @@ from models import Counted
 
 from pyro_nami.graph import nami
 from pyro_nami.program.runner import Runner
-from pyro_nami.reading.index_maps.finder import MapPlan, find_maps, maps_hold
+from pyro_nami.reading.extraction import extract
+from pyro_nami.reading.index_maps.decoding import MapPlan, find_maps, maps_hold
 from pyro_nami.reading.index_maps.given import check_map
 from pyro_nami.reading.index_maps.nesting import routes
-from pyro_nami.reading.network import extract
 
 COUNTY = torch.tensor([4, 0, 2, 2, 1, 3, 0, 4, 4, 1, 3])
 DAY = torch.tensor([0, 1, 2, 2, 1, 0, 1, 2, 0, 0, 1])

@@ -10,7 +10,7 @@ import torch
 from scripts import ROOT, python
 
 from pyro_nami.graph import BayesNet, Site, nami, nami_steps
-from pyro_nami.reading.network import extract
+from pyro_nami.reading.extraction import extract
 from pyro_nami.show import main
 from pyro_nami.show.render import render
 

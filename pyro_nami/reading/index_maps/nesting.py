@@ -15,15 +15,11 @@ import torch
 from torch import Tensor
 
 from pyro_nami.reading.interventions import Dependencies
-from pyro_nami.reading.probe import OutOfBudget, Place, Probe
+from pyro_nami.reading.probe import ROUNDS, OutOfBudget, Place, Probe
 
 __all__ = ["Nesting", "Route", "routes"]
 
 Key = tuple[str, str]
-
-# Fewest halves of a plate that verify its maps, with new values each: a row that follows the sign of a latent passes
-# each with probability 1/2, so one in 256 passes all. Ten times as many would spend the budget of runs.
-MIN_ROUNDS = 8
 
 
 class Route(NamedTuple):
@@ -151,7 +147,7 @@ class Nesting:
         number = torch.arange(probe.sizes[plate], device=probe.device)
         bits = max(1, (len(number) - 1).bit_length())
         try:
-            for i in range(max(MIN_ROUNDS, bits)):
+            for i in range(max(ROUNDS, bits)):
                 origin = probe.attempt(probe.redraw, probe.movable, probe.first)
                 half = (number >> i % bits) & 1 == 1
                 for changed in (half, ~half):

@@ -17,19 +17,15 @@ from torch import Tensor
 
 from pyro_nami.program.plate_dims import any_along, first_instance
 from pyro_nami.program.site_values import redraw
-from pyro_nami.reading.index_maps.finder import NONE, SEVERAL, MapPlan, Trial, along, completed
+from pyro_nami.reading.index_maps.decoding import NONE, SEVERAL, MapPlan, Trial, along, completed
 from pyro_nami.reading.index_maps.given import given_by_plates
 from pyro_nami.reading.index_maps.nesting import Nesting
 from pyro_nami.reading.interventions import Dependencies
-from pyro_nami.reading.probe import OutOfBudget, Probe
+from pyro_nami.reading.probe import ROUNDS, OutOfBudget, Probe
 
 __all__ = ["search_maps"]
 
 Key = tuple[str, str]
-
-# Pairs of values to try until every row moves: of ``relu(alpha)[county]`` half of the values move none. Ten times more
-# would spend the budget where some rows read nothing.
-PAIRS = 6
 
 
 def search_maps(
@@ -91,10 +87,8 @@ class _Search:
         plans = {}
         for p, plan in self.found.items():
             targets = {name: q for name, q in plan.targets.items() if (q, p) in left}
-            read = set().union(*(self.parents[name] for name in targets))
-            values = {u: pair for u, pair in plan.values.items() if u in read}
             if targets:
-                plans[p] = plan._replace(values=values, targets=targets)
+                plans[p] = plan._replace(targets=targets)
         for (latent, site), (q, p) in self.nesting.pairs.items():
             plan = plans.get(p, MapPlan(p, dims[p], {}, {}, {}))
             plans[p] = plan._replace(
@@ -130,7 +124,7 @@ class _Search:
     def _moving_plan(self, plate: str, latents: list[str], targets: list[str]) -> MapPlan | None:
         """Returns a plan whose two values move every row of its targets' plates, as many targets as can be had."""
         best = MapPlan(plate, self.probe.plates[plate].dim, {}, {}, {})
-        for _ in range(PAIRS):
+        for _ in range(ROUNDS):  # of ``relu(alpha)[county]`` half of the values move none
             values = {name: self._pair(name) for name in latents}
             plan = best._replace(values=values, targets=dict.fromkeys(targets, ""))
             try:

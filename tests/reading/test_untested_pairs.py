@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from pyro_nami.reading.group_testing import Untested
+from pyro_nami.reading.untested_pairs import Untested
 
 
 def chain(count):

@@ -26,7 +26,7 @@ from pyro_nami.graph.sites import Site, closed_nesting
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import untouched
 from pyro_nami.program.program import Program
-from pyro_nami.reading.index_maps.finder import MapPlan
+from pyro_nami.reading.index_maps.decoding import MapPlan
 from pyro_nami.reading.index_maps.search import search_maps
 from pyro_nami.reading.interventions import Dependencies, claim, intervene, is_blocked
 from pyro_nami.reading.probe import Probe

@@ -27,8 +27,7 @@ __all__ = ["NONE", "SEVERAL", "MapPlan", "Trial", "along", "completed", "find_ma
 Key = tuple[str, str]
 
 # In place of an index: the row reads no instance, or more than one.
-NONE = -1
-SEVERAL = -2
+NONE, SEVERAL = -1, -2
 # Halves of a plate by which a map is looked at again: a row that changed passes all with probability 1/8.
 HALVES = 3
 
@@ -89,21 +88,13 @@ def maps_hold(
     generator = torch.Generator("cpu").manual_seed(0)
     for plan in plans:
         trial = Trial(run, plan, held)
-        for name, q in plan.targets.items():
-            index, size = maps[q, plan.plate], trial.base[name]["fn"].batch_shape[plan.dims[q]]
-            if len(index) != size or (index >= trial.size).any():
-                return False
-        for _ in range(HALVES if trial.size > 1 else 0):
+        for _ in range(HALVES):
             half = torch.randperm(trial.size, generator=generator, device="cpu") < trial.size // 2
-            still: dict[str, Tensor] = {}
-            for name, rows in trial.moved(half).items():
-                q = plan.targets[name]
-                changed = half.to(rows.device)[maps[q, plan.plate].to(rows.device)]
-                if (rows & spread(~changed, plan.dims[q])).any():
+            changed = half.nonzero().flatten()
+            for q, rows in moved_instances(trial.moved(half), plan).items():
+                index = maps[q, plan.plate].to(rows.device)
+                if not torch.equal(rows, torch.isin(index, changed.to(rows.device))):
                     return False
-                still[q] = still.get(q, changed) & ~any_along(rows, plan.dims[q])
-            if any(rows.any() for rows in still.values()):
-                return False
     return True
 
 
@@ -156,6 +147,16 @@ class Trial:
             name: index.masked_fill(index >= max(self.size, 1), SEVERAL)
             for name, index in found.items()
         }
+
+
+def moved_instances(rows: Mapping[str, Tensor], plan: MapPlan) -> dict[str, Tensor]:
+    """Returns which instances ``(size_q,)`` of each plate q of a plan's targets move at any of these."""
+    found: dict[str, Tensor] = {}
+    for name, here in rows.items():
+        q = plan.targets[name]
+        there = any_along(here, plan.dims[q])
+        found[q] = found.get(q, there) | there
+    return found
 
 
 def along(index: Tensor, dim: int) -> Tensor | None:
