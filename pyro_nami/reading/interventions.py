@@ -204,7 +204,8 @@ class _Interventions:
         of everything, too, and changing some of the candidates only.
         """
         probe, order = self.probe, self.probe.order
-        for number in range(ROUNDS if any(self.found.suspects.values()) else 1):
+        # each run may take the same branch of an `if` behind a value that left torch, so more of them
+        for number in range(2 * ROUNDS if any(self.found.suspects.values()) else 1):
             untested = self._untested(first=number == 0)
             while untested.sites.any() and not probe.spent:
                 origin, changed = self._origin(number), untested.plan()
