@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.expansion import (
+    MOST_RUNS,
     TOLERANCE,
     Expansion,
     broadcast,
@@ -28,8 +29,6 @@ from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["LinearBernoulli"]
-
-MAX_ROUNDS = 200  # runs of the model until the search for a fixed point ends
 
 
 class LinearBernoulli(Expansion):
@@ -80,7 +79,7 @@ class LinearBernoulli(Expansion):
         self.fit(sites)
         if self._orders:
             return InTurn(self, sites, self._orders, self._observed)
-        if self.group.bound != "bound" or self._rounds >= MAX_ROUNDS:
+        if self.group.bound != "bound" or self._rounds >= MOST_RUNS:
             return None
         self._rounds += 1
         gaps = {
@@ -99,7 +98,7 @@ class LinearBernoulli(Expansion):
     def fit(self, sites: Mapping[str, Any]) -> None:
         slopes = self.take(sites, again=self.differentiable)
         for name, slope in slopes.items():
-            shape = self.shape_of(name)
+            shape = self.shapes[name]
             prior: Any = innermost(self.priors[name])
             logits = prior.logits.expand(broadcast(slope.shape, shape)).reshape(shape)
             self.finite[name] = slope.isfinite()

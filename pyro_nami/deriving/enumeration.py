@@ -34,22 +34,9 @@ class _WithoutScore:
         return self.sample(sample_shape)  # type: ignore[attr-defined]
 
 
-class _Categorical(_WithoutScore, dist.Categorical):
-    pass
-
-
-class _OneHot(_WithoutScore, dist.OneHotCategorical):
-    pass
-
-
-class _EnumeratedBernoulli(_WithoutScore, dist.Bernoulli):
-    pass
-
-
 _KINDS: dict[type, Any] = {
-    dist.Categorical: _Categorical,
-    dist.OneHotCategorical: _OneHot,
-    dist.Bernoulli: _EnumeratedBernoulli,
+    kind: type(f"_{kind.__name__}", (_WithoutScore, kind), {})
+    for kind in (dist.Categorical, dist.OneHotCategorical, dist.Bernoulli)
 }
 
 
@@ -111,7 +98,7 @@ class Enumeration(Expansion):
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         kind = _KINDS[type(innermost(self.priors[name]))]
         logits = squeezed(self._logits, dims, 1)
-        if kind is _EnumeratedBernoulli:
+        if issubclass(kind, dist.Bernoulli):
             return kind(logits=logits[..., 1] - logits[..., 0], validate_args=False)
         return kind(logits=logits, validate_args=False)
 

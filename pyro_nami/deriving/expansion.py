@@ -8,7 +8,7 @@ latents sampled earlier. An `Expansion` says at which points the members are set
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -22,26 +22,36 @@ from pyro_nami.factors.bounds import log_prob_or_bound
 from pyro_nami.factors.wrappers import base_of
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import log_density_of, unmasked, without_gaps
+from pyro_nami.program.runner import RunModel
 
 __all__ = [
+    "MAX_ERROR",
+    "MOST_RUNS",
+    "ROUNDING",
     "TOLERANCE",
     "Changed",
     "Expansion",
     "agree",
     "broadcast",
     "derivatives",
-    "expanding",
     "irregular",
     "leading_shape",
     "narrowed",
     "parameters_of",
     "plate_shape",
+    "solved",
     "squeezed",
     "trimmed",
     "within_plates",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
+MAX_ERROR = 0.03  # nats, of a log density that is taken for exact: weights vary by 3% then
+# Errors of a sum, in units of the rounding error of its terms. With ten times less, probing refuses long sums; with ten
+# times more, it takes densities in single precision for any.
+ROUNDING = 100.0
+# Runs of the model in a search; with ten times more, data without a mode hold up all others for a minute.
+MOST_RUNS = 100
 
 
 class Changed(Exception):
@@ -73,6 +83,7 @@ class Expansion:
 
     Attributes:
         priors, values: of each member, once the run has met it; priors without masks.
+        shapes: of their values, with all batch dims.
         measured: what a run showed of a point by itself.
         finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
             prior, given what is drawn before.
@@ -80,8 +91,10 @@ class Expansion:
         noise: by how many deviations rounding may move means; found where these are not those of a prior.
     """
 
+    # where the form is compared with the model, in prior deviations; further out some overflow
+    probed_at: tuple[float, ...] = (0.0, 1.0, -1.0, 4.0, -4.0)
+    asked = "add to a {} prior"  # of the children's log density
     noise = 0.0
-    has_constants = False  # whether parts of the derivation may be kept, see `gaussian_constants`
 
     def __init__(
         self,
@@ -99,7 +112,7 @@ class Expansion:
         self._given = given or {}
         self.priors: dict[str, Any] = {}
         self.values: dict[str, Tensor] = {}
-        self._shapes: dict[str, torch.Size] = {}
+        self.shapes: dict[str, torch.Size] = {}
         self.finite: dict[str, Tensor] = {}
         self.count: int | None = None
         self.leading = torch.Size(leading)
@@ -116,6 +129,13 @@ class Expansion:
         """Member -> a function of its prior that makes its value."""
         return {name: functools.partial(self.choose, name) for name in self.group.members}
 
+    def sites(
+        self, run: RunModel, known: Mapping[str, Any], points: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Any]:
+        """Returns the sites of a run of the model at the points: unvalidated, as its own run validates the same."""
+        with torch.inference_mode(False), torch.enable_grad(), pyro.validation_enabled(False):
+            return run({**known, **(points or self.points)}, until=self.until)
+
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         """Returns a member's values, ``(*batch, *plates, *event)``; points lie along the first dim if counted."""
         raise NotImplementedError
@@ -130,6 +150,10 @@ class Expansion:
         Where these are more than ``dims``, leading dims of size 1 are left out.
         """
         raise NotImplementedError
+
+    def joint_slopes(self, sites: Mapping[str, Any], again: bool = False) -> dict[str, Tensor]:
+        """Returns the slopes of the joint log density, members' own included, as `take` does."""
+        return self.take(sites, again=again, parts=self.until)
 
     def is_finite(self) -> bool:
         """Whether all that was solved is a number."""
@@ -146,10 +170,7 @@ class Expansion:
         raise NotImplementedError
 
     def measure(self, sites: Mapping[str, Any]) -> None:
-        """Fits the form; or, at a point by itself, takes slopes and the log densities of the children."""
-        if self.away is None:
-            self.fit(sites)
-            return
+        """Takes slopes and the log densities of the children."""
         slopes: dict[str, Tensor] = {}
         if all(leaf.requires_grad for leaf in self.values.values()):
             slopes = {name: each.detach() for name, each in self.take(sites).items()}
@@ -226,7 +247,7 @@ class Expansion:
         prior = self.priors[name] = unmasked(prior)
         leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
         shape = broadcast(leading, torch.Size(prior.batch_shape)) + torch.Size(prior.event_shape)
-        self._shapes[name] = shape
+        self.shapes[name] = shape
         dims = len(self.leading) + (self.count is not None)
         if len(shape) > dims + len(prior.event_shape):
             raise RuntimeError(
@@ -240,20 +261,14 @@ class Expansion:
         self.values[name] = value.clone().requires_grad_(value.is_floating_point())
         return self.values[name]
 
-    def shape_of(self, name: str) -> torch.Size:
-        """Returns the shape of a member's values, with all batch dims."""
-        return self._shapes[name]
-
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
         if name in self.group.flat and (flat := flat_prior(sites[name]["fn"])) is not None:
             return flat.log_prob(sites[name]["value"], sites[name]["fn"].event_dim)
-        weight = self.weight(sites, name)
         bound = (
             functools.partial(log_prob_or_bound, xi=self.xi.get(name)) if self.group.bound else None
         )
-        log_prob = log_density_of(sites[name], bound)
-        return log_prob if weight is None else log_prob * weight
+        return self.weighted(log_density_of(sites[name], bound), sites, name)
 
     def _total(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density, summed; minus infinity where its value is outside of its support."""
@@ -265,22 +280,27 @@ class Expansion:
                 )
         return self.density(sites, name).detach().sum()
 
-    def weight(self, sites: Mapping[str, Any], name: str) -> Any:
-        """Returns the scale of a site relative to that of the members; None if it is the same."""
+    def weighted(self, each: Tensor, sites: Mapping[str, Any], name: str) -> Tensor:
+        """Returns numbers of a site times its scale relative to that of the members."""
         own, scale = sites[name]["scale"], sites[self.group.members[0]]["scale"]
-        if (
-            own is scale
-            or not isinstance(own, Tensor)
-            and not isinstance(scale, Tensor)
-            and own == scale
-        ):
-            return None
-        return self._narrowed(own) / self._narrowed(scale)
+        both = {type(own), type(scale)}
+        if own is scale or Tensor not in both and own == scale:
+            return each
+        return each * (self._narrowed(own) / self._narrowed(scale))
 
     def _narrowed(self, scale: Any) -> Any:
         """Returns a scale without the dims that it alone has, along which it counts a density several times."""
         extra = scale.dim() - len(self.leading) if isinstance(scale, Tensor) else 0
         return scale.sum(tuple(range(extra))) if extra > 0 else scale
+
+
+def solved(
+    expansion: Any, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]
+) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the last of the expansions that lead to a solution, and its sites, given those of the first."""
+    while (following := expansion.solve(sites)) is not None:
+        expansion, sites = following, run(following)
+    return expansion, sites
 
 
 def parameters_of(*tensors: Tensor) -> Iterator[Tensor]:
@@ -333,7 +353,7 @@ def agree(
 ) -> bool:
     """Whether something moved from ``start`` by the sum of some terms, as far as rounding and a thousandth allow."""
     size = torch.stack(torch.broadcast_tensors(*[term.abs() for term in terms])).sum(0)
-    rounding = 100 * torch.finfo(dtype or size.dtype).eps * (size + start.abs()).max()
+    rounding = ROUNDING * torch.finfo(dtype or size.dtype).eps * (size + start.abs()).max()
     off = (found - start - sum(terms)).abs()
     return bool((off <= TOLERANCE * (size + TOLERANCE * size.max()) + rounding).all())
 
@@ -386,11 +406,4 @@ def derivatives() -> Iterator[None]:
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
     ):
-        yield
-
-
-@contextmanager
-def expanding() -> Iterator[None]:
-    """Runs a model for an expansion: with gradients, and unvalidated, as its own run validates the same."""
-    with torch.inference_mode(False), torch.enable_grad(), pyro.validation_enabled(False):
         yield

@@ -27,9 +27,6 @@ from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["FORMS", "ByStatistics", "Form", "forms_of"]
 
-# deviation of a prior, in deviations of the Normal that it cuts, below which the Normal counts as flat
-FLAT = 1e-5
-
 
 def _about_mean(prior: Any, t: Tensor) -> Tensor:
     """Returns the prior's mean moved by t in unconstrained space."""
@@ -79,7 +76,8 @@ def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     )
     slope = -prior.rate if isinstance(prior, dist.Exponential) else 0.0
     own = prior.scale.square().reciprocal() if isinstance(prior, dist.HalfNormal) else 0.0
-    precision, least = own - e2, (FLAT / prior.stddev).square()
+    # A Normal that is much wider than the prior counts as flat.
+    precision, least = own - e2, torch.finfo(e2.dtype).eps / prior.variance
     precision = torch.where(precision > -least, precision.clamp(min=least), torch.nan)
     return torch.broadcast_tensors((slope + e1) / precision, precision.rsqrt(), low, high)
 
@@ -127,9 +125,6 @@ FORMS: dict[str, Form] = {
 }
 
 
-ASIDE = 0.0317  # nats about the mean, or prior deviations, where children's slopes are taken
-
-
 def forms_of(prior: Any, moving: bool = False) -> list[str]:
     """Returns the names of the forms that a prior may have; ``moving`` says that its bounds may depend on latents."""
     base = innermost(prior)
@@ -162,7 +157,7 @@ class ByStatistics(Expansion):
             )
         # Not at the mean itself: at 1/2 some densities have no curvature by their implementation.
         with torch.no_grad():
-            t = (ASIDE if self.away is None else self.away) * irregular(shape, base.mean, 1)
+            t = (TOLERANCE if self.away is None else self.away) * irregular(shape, base.mean, 1)
             return self._form.at(base, t).expand(shape)
 
     def solve(self, sites: Mapping[str, Any]) -> None:

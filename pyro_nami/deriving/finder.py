@@ -32,7 +32,7 @@ import torch
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.enumeration import num_values
-from pyro_nami.deriving.exponential_families import FORMS, forms_of
+from pyro_nami.deriving.exponential_families import forms_of
 from pyro_nami.deriving.grids import MOST_ON_GRID
 from pyro_nami.deriving.refutation import Refutation
 from pyro_nami.factors.bounds import bound_for
@@ -108,13 +108,11 @@ class Finder:
         return None
 
     def _first_holding(self, group: ConjugateGroup, near: bool) -> ConjugateGroup | None:
-        name = group.members[0]
-        alone = group.form == "Gaussian" and group.flat == {name} == set(group.members)
-        for form in self._forms(name) if group.form in FORMS or alone else ():
-            # a truncated Normal, say, which bounds may cut anywhere
-            if found := self.tests.holding(group.alone(form), near):
-                return found
-        return self.tests.holding(group, near) if group.form not in FORMS else None
+        name, *others = group.members
+        # of one latent a truncated Normal, say, which bounds may cut anywhere
+        forms = [] if others else self._forms(name)
+        candidates = (*(group.alone(form) for form in forms), group)
+        return next(filter(None, (self.tests.holding(each, near) for each in candidates)), None)
 
     def _moves(self, group: ConjugateGroup) -> bool:
         """Whether a group's mode depends on more than the data of a call: on latents, parameters or instances."""

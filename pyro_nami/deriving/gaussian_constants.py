@@ -21,10 +21,10 @@ from torch import Tensor
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
+    ROUNDING,
     Changed,
     broadcast,
     derivatives,
-    expanding,
     irregular,
     narrowed,
 )
@@ -37,10 +37,6 @@ from pyro_nami.program.masks import without_gaps
 from pyro_nami.program.runner import RunModel
 
 __all__ = ["Constants", "FromConstants", "constants_of"]
-
-
-# Times the rounding error of the largest number: what sums in another order may differ by.
-SUMMED_OTHERWISE = 16.0
 
 
 class ConstantLevel(NamedTuple):
@@ -89,8 +85,6 @@ class FromConstants(JointGaussian):
         is_rounded: whether they are of another number of draws than this, of which rounding may be another.
     """
 
-    has_constants = False
-
     def __init__(
         self, *args: Any, constants: Constants, forget: Callable[[], None], is_rounded: bool = False
     ) -> None:
@@ -98,7 +92,7 @@ class FromConstants(JointGaussian):
         self._constants = constants
         self._forget = forget
         self._is_rounded = is_rounded
-        self.references = constants.references
+        self.references, self.shapes = constants.references, constants.shapes
 
     def choose(self, name: str, prior: Any) -> Tensor:
         value = self._constants.points[name]
@@ -109,9 +103,6 @@ class FromConstants(JointGaussian):
             self._forget()
             raise Changed
         return value
-
-    def shape_of(self, name: str) -> torch.Size:
-        return self._constants.shapes[name]
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         constants = self._constants
@@ -159,8 +150,7 @@ def constants_of(
     Offsets are from values ``at``, by default from the means of the priors.
     """
     block = JointGaussian(group, leading, nesting, False, sizes=sizes, at=at)
-    with expanding():
-        sites = run(block.points, block.until)
+    sites = block.sites(run, {})
     bases: dict[str, Any] = {
         name: innermost(prior) for name, prior in block.priors.items() if name not in block.flat
     }
@@ -179,8 +169,7 @@ def constants_of(
     with derivatives():
         rows = {name: block.levels_of(sites, name) for name in children}
     points = {name: _point(block, name, i) for i, name in enumerate(block.priors)}
-    with expanding():
-        once = run({name: lambda _, at=at: at for name, at in points.items()}, block.until)
+    once = block.sites(run, {}, {name: lambda _, at=at: at for name, at in points.items()})
     block.priors = {name: once[name]["fn"] for name in block.priors}
     marks = list(_marks(block, once, factors, scales))
     if any(mark.requires_grad or not _is_one(mark, own) for mark, own in marks):
@@ -193,20 +182,20 @@ def constants_of(
         _constant_level(names, dict(zip(children, each)), factors, nesting)
         for names, each in zip(block.by_level, zip(*rows.values()))
     ]
-    shapes = {name: block.shape_of(name) for name in points}
-    return Constants(points, shapes, references, dict(block.sizes), factors, scales, kept, levels)
+    return Constants(
+        points, block.shapes, references, dict(block.sizes), factors, scales, kept, levels
+    )
 
 
 def _precision(block: JointGaussian, sites: Mapping[str, Any], name: str) -> Tensor:
     """Returns a Normal site's precision, at its scale relative to that of the members; size 1 where it is one."""
     precision = narrowed(sites[name]["fn"].scale).square().reciprocal()
-    weight = block.weight(sites, name)
-    return precision if weight is None else precision * weight
+    return block.weighted(precision, sites, name)
 
 
 def _point(block: JointGaussian, name: str, phase: int) -> Tensor:
     """Returns an irregular value of a member, the same for the whole batch."""
-    prior, shape, dims = block.priors[name], block.shape_of(name), _dims(block, name)
+    prior, shape, dims = block.priors[name], block.shapes[name], _dims(block, name)
     reference = _first(block.references[name], dims)
     flat = block.flat.get(name)
     step = prior.stddev.detach().mean() if flat is None else flat.step()
@@ -259,9 +248,8 @@ def _marks(
             if site["mask"] is not None:
                 yield torch.as_tensor(site["mask"]), nesting
             if name not in factors:
-                weight = expansion.weight(sites, name)
                 yield site["fn"].scale, nesting
-                yield torch.as_tensor(1.0 if weight is None else weight), nesting
+                yield expansion.weighted(torch.ones(()), sites, name), nesting
         else:
             yield expansion.density(sites, name), nesting
 
@@ -289,7 +277,7 @@ def _is_near(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return False
     size = torch.maximum(a.abs(), b.abs()).amax()
-    return bool(((a - b).abs() <= SUMMED_OTHERWISE * torch.finfo(a.dtype).eps * size).all())
+    return bool(((a - b).abs() <= ROUNDING * torch.finfo(a.dtype).eps * size).all())
 
 
 def _first(value: Tensor, dims: int) -> Tensor:

@@ -22,12 +22,8 @@ STEP = 2 / (SIZE - 1)  # between points, in coordinates
 LONG_STEP = (
     4.0  # half sides by which the first box grows to where the log density is high at its edge
 )
-SLOWING = 0.8  # of the growth of each box in the second half; without it some boxes grow and shrink for ever
-# share of a side's points that are within DEPTH; ten times less leaves few points to tell a density by
-LEAST_COVERED = 0.5
-MAX_GRIDS = 40  # tables of the log density until the search gives up
+MAX_GRIDS = 40  # tables of the log density until the search gives up; half as many steps of a climb to a mode
 MAX_PEAKS = 8  # local maxima that are kept of a table
-CLIMB_ROUNDS = 16  # of a climb to a mode, which halve a step of the grid at most so many times
 
 
 class Box(NamedTuple):
@@ -99,7 +95,7 @@ class Peaks(NamedTuple):
         box, heights = self
         offsets = _grid(5, box)  # whole and half steps to both sides
         grid = offsets.reshape(-1, *(1,) * heights.dim(), offsets.shape[-1])
-        for _ in range(CLIMB_ROUNDS):
+        for _ in range(MAX_GRIDS // 2):
             places = box.places(grid)
             values = log_prob(places.flatten(0, 1)).reshape(places.shape[:-1])
             heights, index = values.max(0)
@@ -144,9 +140,9 @@ def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found
         peaks.append(Peaks.of_table(values, box))
         top = values.amax(0)
         table = torch.where(top.isfinite(), values.clamp(min=top - FLOOR), normal)
-        following, fits = _moved(
-            box, grid, table, LONG_STEP * SLOWING ** max(0, i - MAX_GRIDS // 2)
-        )
+        # Some boxes would grow and shrink for ever.
+        growth = LONG_STEP if i < MAX_GRIDS // 2 else STEP
+        following, fits = _moved(box, grid, table, growth)
         if bool(fits.all()):
             following, fits = _widened(box, table, log_prob, peaks)
         if bool(fits.all()):
@@ -162,6 +158,8 @@ def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found
 def _moved(box: Box, grid: Tensor, table: Tensor, growth: float) -> tuple[Box, Tensor]:
     """Returns the box around the points within `DEPTH`, and for which data sets the present box does, ``(*batch)``.
 
+    The present box does if half of the points of each side are within `DEPTH`.
+
     Sides with such points at the edge of the present box grow by ``growth``, in half sides.
     """
     members = grid.shape[-1]
@@ -170,7 +168,7 @@ def _moved(box: Box, grid: Tensor, table: Tensor, growth: float) -> tuple[Box, T
     coordinates = grid.expand(*kept.shape, members)
     if members == 2:
         slope = _slope(grid, table)
-        fits = slope.abs() <= 1 - LEAST_COVERED  # by which the box gets narrower
+        fits = slope.abs() <= 0.5  # by which the box gets narrower
         sides = box.sides.clone()
         sides[..., 1, 0] += slope * sides[..., 1, 1]
         first, second = coordinates.unbind(-1)
@@ -180,7 +178,7 @@ def _moved(box: Box, grid: Tensor, table: Tensor, growth: float) -> tuple[Box, T
     by_axis = kept.unflatten(0, (SIZE,) * members)
     lines = [by_axis.movedim(i, 0).reshape(SIZE, -1, *fits.shape).any(1) for i in range(members)]
     line = torch.stack(lines, -1)
-    fits = fits & ~(line[0] | line[-1] | (line.sum(0) < LEAST_COVERED * SIZE)).any(-1)
+    fits = fits & ~(line[0] | line[-1] | (line.sum(0) <= SIZE // 2)).any(-1)
     low = low - torch.where(line[0], growth, STEP)
     high = high + torch.where(line[-1], growth, STEP)
     return box.where(fits, box.spanning(low, high)), fits

@@ -21,8 +21,8 @@ __all__ = ["FLOOR", "HALF", "MOST_ON_GRID", "SIZE", "LineDensity", "bent", "grid
 HALF = 6.0  # of the length of a grid, in its own units, which are standard deviations for a Normal
 SIZE = 33  # points along a side of a grid; a tenth of them would leave errors of nats
 MOST_ON_GRID = 2  # latents with a joint grid; the number of its points is exponential in this
-# nats below its maximum, from where a log density counts as constant; exp(-10 * FLOOR) underflows
-FLOOR = 100.0
+# nats below its maximum, from where a log density counts as constant
+FLOOR = -math.log(torch.finfo(torch.float32).tiny)
 
 
 class LineDensity(NamedTuple):

@@ -196,9 +196,9 @@ class InTurn(Expansion):
 
     def _density(self, name: str, child: str, s: Tensor) -> Tensor:
         """Returns a child's log density at predictors ``(*, *batch, *event)``, summed within a member's plates."""
-        site, weight = self._sites[child], self.weight(self._sites, child)
+        site = self._sites[child]
         log_prob = log_density_of(site, functools.partial(_bound_of(site).log_prob_at, s=s))
-        log_prob = log_prob if weight is None else log_prob * weight
+        log_prob = self.weighted(log_prob, self._sites, child)
         return within_plates(log_prob, site, self._sites[name])
 
 

@@ -17,8 +17,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.expansion import Expansion, derivatives, trimmed
+from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion, derivatives, trimmed
 from pyro_nami.deriving.gaussian_levels import solved, times
 from pyro_nami.deriving.second_order import SecondOrder
 from pyro_nami.factors.boxed_normal import BoxedNormal
@@ -29,13 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["JointGaussian"]
 
-# Deviations from a reference to the mean, times the rounding error: of more, the block is taken anew about the mean.
-# Ten times as many are off by a hundredth of a deviation where covariates are collinear.
-FARTHEST = 1e-5
 # Times that a block is taken anew; after one, one of 280 posteriors in float32 is 45 deviations off.
 MOST_CLOSER = 3
-# Times the rounding error: of a relative pivot that is no more, rounding leaves no digit.
-LEAST_PIVOT = 50.0
 
 
 class JointGaussian(SecondOrder):
@@ -44,34 +38,16 @@ class JointGaussian(SecondOrder):
     Far from where the posterior is, slopes are rounded by more than it is wide: from there it is taken anew.
 
     Args:
-        group, leading, nesting, differentiable, away, sizes: as for `SecondOrder`.
-        at: values of the members that offsets are from; by default the means of their priors.
+        group, leading, nesting, differentiable, away, sizes, at: as for `SecondOrder`.
     """
 
-    has_constants = True
-
-    def __init__(
-        self,
-        group: ConjugateGroup,
-        *args: Any,
-        at: Mapping[str, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(group, *args, **kwargs)
+    def __init__(self, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, at=at, **kwargs)
         self._args, self._kwargs = args, kwargs
-        self._at: Mapping[str, Tensor] = {
-            name: value.detach() for name, value in (at or {}).items()
-        }
         self.runs = 1
         # member -> a value that its conditional's successors were asked for at, and its offset
         self._offsets: dict[str, tuple[Tensor, Tensor]] = {}
         self._order = list(reversed(self._first))  # of drawing
-
-    def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
-        at = self._at.get(name)
-        # where it is not known where to start
-        at = loc if at is None else torch.where(at.isnan(), loc.to(at), at)
-        return self.flat[name].within(at) if name in self.flat else at
 
     @property
     def has_moved(self) -> bool:
@@ -80,7 +56,7 @@ class JointGaussian(SecondOrder):
 
     def moved_to(self, at: Mapping[str, Tensor]) -> Self:
         """Returns the expansion about another point."""
-        other = type(self)(self.group, *self._args, **self._kwargs, at=at)
+        other = type(self)(*self._args, **self._kwargs, at=at)
         other.runs, other.xi = self.runs + 1, self.xi
         return other
 
@@ -125,7 +101,7 @@ class JointGaussian(SecondOrder):
 
     def _rounding(self) -> float:
         """Returns the least pivot of a precision, relative to its diagonal, that rounding leaves a digit of."""
-        return LEAST_PIVOT * torch.finfo(next(iter(self.references.values())).dtype).eps
+        return ROUNDING * torch.finfo(next(iter(self.references.values())).dtype).eps
 
     def widths(self) -> dict[str, Tensor]:
         """Returns for members with flat priors the deviations that data leave each element, given all others."""
@@ -142,7 +118,7 @@ class JointGaussian(SecondOrder):
 
     def _shaped(self, name: str, flat: Tensor) -> Tensor:
         """Returns numbers of a member's elements, ``(*batch, *plates, E)`` as `_flat` has them, in its shape."""
-        held = self._held(name, self.shape_of(name))
+        held = self._held(name, self.shapes[name])
         plates = 0 if self._is_lifted(name) else self.nesting
         flat = flat.flip(-1)
         return flat.reshape(flat.shape[: flat.dim() - 1 - plates] + held)
@@ -173,13 +149,14 @@ class JointGaussian(SecondOrder):
         """Returns the expansion about the means, where rounding at the references may have moved these."""
         if self.runs > MOST_CLOSER or torch.jit.is_tracing():
             return None
-        eps = torch.finfo(next(iter(self.references.values())).dtype).eps
+        # Ten times as far, means are off by a hundredth of a deviation where covariates are collinear.
+        farthest = TOLERANCE / self._rounding()
         means = self.means()
         for names, level in zip(self.by_level, self._levels):
             roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
             moved = torch.cat([self._moved(name, means[name].detach()) for name in names], -1)
             far = (moved * roots).abs()
-            if bool(((far > FARTHEST / eps) & (far < torch.inf)).any()):
+            if bool(((far > farthest) & (far < torch.inf)).any()):
                 return self.moved_to(means)
         return None
 
@@ -207,7 +184,7 @@ class JointGaussian(SecondOrder):
             scale = upper[..., 0].reciprocal().to(like).expand(loc.shape)
             normal = dist.Normal(loc.reshape(shape), scale.reshape(shape), validate_args=False)
             return normal.to_event(len(event_shape))
-        held = self._held(name, self.shape_of(name))
+        held = self._held(name, self.shapes[name])
         plates = len(held) - len(event_shape)
         loc, lower = loc.flip(-1), upper.flip(-1, -2).to(like)
         lead = loc.shape[: loc.dim() - 1 - plates]

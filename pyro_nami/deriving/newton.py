@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyro_nami.deriving.expansion import TOLERANCE, Expansion, irregular, parameters_of
+from pyro_nami.deriving.expansion import (
+    MAX_ERROR,
+    MOST_RUNS,
+    ROUNDING,
+    TOLERANCE,
+    Expansion,
+    irregular,
+    parameters_of,
+)
 from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.quadrature import Tabulated
 from pyro_nami.factors.joint_normal import joint_normal
@@ -26,17 +34,8 @@ from pyro_nami.program.masks import without_gaps
 
 __all__ = ["LOST", "Newton", "has_one_mode", "is_concave"]
 
-# Of the model, in a search; with ten times more, data without a mode hold up all others for a minute.
-MOST_RUNS = 200
-# Nats, times the root of the rounding error: a step that gains less is the last. Ten times more shows in gradients.
-CLOSE = 0.03
-CLOSE_FOR_GRID = 0.05  # nats, where a grid follows; ten times more moves the grid off the mass
-SHORTEST_CUT = 0.1  # of a step that leads too far, at least; half of it at most
 # Nats that a step would still gain, or that rounding takes, where no mode is found. Ten times less is met near modes.
 LOST = 1e4
-# What rounding usually takes log densities by, of the most that `Newton.rounding` tells. Ten times more ends searches
-# early.
-USUAL_ROUNDING = 1e-2
 # Squared deviations of priors, for each of the Normals: concave densities leave 1, rounding this.
 WIDER = 1.05
 
@@ -60,25 +59,23 @@ class Newton(JointGaussian):
     Args:
         group, leading, nesting, differentiable, sizes: as for `JointGaussian`.
         at: values of the members to start from; by default near the means of their priors.
-        is_probe: whether modes that are not found are to show, and not to be replaced by priors.
+
+    Attributes:
+        unfound: sets of instances whose mode was not found, where their priors stand in; None if there are none.
 
     References:
         Rue, Martino and Chopin 2009, Approximate Bayesian inference for latent Gaussian models.
     """
 
-    has_constants = False
+    # deviations of the Normals about the mode; further out the log density overflows
+    probed_at = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)
 
-    def __init__(self, *args: Any, is_probe: bool = True, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._kwargs = {**self._kwargs, "is_probe": is_probe}
-        self._is_probe = is_probe
         self._step: LineStep | None = None  # that led here
         self._is_last = False
-        # sets of instances whose mode was not found: their priors stand in
-        self._lost: Tensor | None = None
+        self.unfound: Tensor | None = None
         self._densities: dict[str, Tensor] = {}
-        # how far the data let rounding take log densities, the same in all runs
-        self._of_terms: Tensor | None = None
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         at = self._at.get(name)
@@ -104,7 +101,11 @@ class Newton(JointGaussian):
         self._apart = {frame.name: frame.dim for frame in frames if frame.vectorized}
         differentiable, self.differentiable = self.differentiable, False
         children = self._children_slopes(sites)
-        slopes, (total, rounding) = self.joint_slopes(sites, children), self._joint(sites)
+        slopes = {
+            name: (children[name] + own).detach().expand(self.shapes[name])
+            for name, own in self.take(sites, parts=self.group.members).items()
+        }
+        total, rounding = self._joint(sites)
         over, stalled, shorter = self._cut(slopes, total, rounding)
         if over.all() and self.runs < MOST_RUNS:
             return self._reached(shorter)
@@ -118,20 +119,21 @@ class Newton(JointGaussian):
         if self.runs < MOST_RUNS and bool((going | over).any()):
             step = LineStep(dict(self.references), along, slope, total, going.double())
             return self._reached(self._either(over, shorter, step))
-        if not self._is_probe and (slope > LOST).any():
-            self._lost = slope > LOST
+        if (slope > LOST).any():
+            self.unfound = slope > LOST
             children = self._children_slopes(sites)
             self.expand(sites, children)
         differentiable = differentiable and self._is_differentiable()
         if self.group.is_tabulated:
-            return Tabulated(self.group, *self._args[:2], differentiable, near=self)
+            return Tabulated(*self._args[:3], differentiable, near=self)
         if not differentiable:
             self._levels = [level.detached() for level in self._levels]
             return None
         self.differentiable = True
         self.expand(sites, children)
         last = self.moved_to({})
-        last._at, last._is_last, last._lost = self.means(), True, self._lost  # with their gradients
+        last._at = self.means()  # with their gradients
+        last._is_last, last.unfound = True, self.unfound
         return last
 
     def _is_differentiable(self) -> bool:
@@ -140,10 +142,10 @@ class Newton(JointGaussian):
         return any(id(leaf) not in own for leaf in parameters_of(*self._densities.values()))
 
     def _enough(self) -> float:
-        """Returns what the last step may gain, in nats."""
+        """Returns what the last step may gain, in nats; of Normals less, as more would show in gradients."""
         if self.group.is_tabulated:
-            return CLOSE_FOR_GRID
-        return CLOSE * torch.finfo(next(iter(self.references.values())).dtype).eps ** 0.5
+            return MAX_ERROR
+        return MAX_ERROR * torch.finfo(next(iter(self.references.values())).dtype).eps ** 0.5
 
     @property
     def has_moved(self) -> bool:
@@ -155,7 +157,7 @@ class Newton(JointGaussian):
         other = self.moved_to(
             {name: start + lengths[name] * step.along[name] for name, start in step.start.items()}
         )
-        other._step, other._of_terms = step, self._of_terms
+        other._step = step
         return other
 
     def _cut(
@@ -169,8 +171,8 @@ class Newton(JointGaussian):
         gained = total - self._step.total
         # Where it is not concave it may be lower though its slope is not.
         over = ~(now >= -before / 2 - self._enough()) | (gained < -rounding - self._enough())
-        # If the slope falls all the way, its zero is near that of the chord; what overflows is no number.
-        cut = (before / (before - now)).nan_to_num(0.0).clamp(SHORTEST_CUT, 0.5)
+        # If the slope falls all the way, its zero is near that of the chord (Dennis and Schnabel 1983, 6.3.2).
+        cut = (before / (before - now)).nan_to_num(0.0).clamp(0.1, 0.5)
         shorter = self._step._replace(length=self._step.length * cut)
         return over & (self._step.length > 0), ~(gained > self._enough()), shorter
 
@@ -197,24 +199,13 @@ class Newton(JointGaussian):
             self._densities[name] = found
         return found
 
-    def joint_slopes(
-        self, sites: Mapping[str, Any], children: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """Returns the slopes of the joint log density, members' own included, ``(*batch, *plates, *event)``."""
-        children = self.take(sites) if children is None else children
-        own = self.take(sites, parts=self.group.members)
-        return {
-            name: (own[name] + slope).detach().expand(self.shape_of(name))
-            for name, slope in children.items()
-        }
-
     def _children_slopes(self, sites: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the slopes of the children's log density, no numbers where the mode was not found."""
         slopes = self.take(sites, again=True)
-        if self._lost is None:
+        if self.unfound is None:
             return slopes
         return {
-            name: each.masked_fill(self._beside(name, self._lost), torch.nan).reshape(each.shape)
+            name: each.masked_fill(self._beside(name, self.unfound), torch.nan).reshape(each.shape)
             for name, each in slopes.items()
         }
 
@@ -240,17 +231,13 @@ class Newton(JointGaussian):
         if any(part.dim() > len(self.leading) for part in parts):  # the model mixes up its dims
             return (torch.zeros_like(parts[0].sum()),) * 2
         total = torch.stack(torch.broadcast_tensors(*parts)).sum(0)
-        if self._of_terms is None:
-            own = [
-                self._summed(each, apart)
-                for each in self.rounding(sites)
-                if each.dim() <= len(self.leading)
-            ]
-            self._of_terms = USUAL_ROUNDING * torch.stack(
-                torch.broadcast_tensors(torch.zeros_like(total), *own)
-            ).sum(0)
-        eps = torch.finfo(next(iter(self.references.values())).dtype).eps
-        return total, 100 * eps * total.abs() + self._of_terms
+        variances = [
+            self._summed(each.square(), apart)
+            for each in self.rounding(sites)
+            if each.dim() <= len(self.leading)
+        ]
+        variance = torch.stack(torch.broadcast_tensors(torch.zeros_like(total), *variances)).sum(0)
+        return total, self._rounding() * total.abs() + variance.sqrt()
 
     def _summed(self, parts: Tensor, apart: Collection[int]) -> Tensor:
         """Returns sums over plates of numbers ``(*batch, *plates)``, but for some dims."""
@@ -330,7 +317,7 @@ class Newton(JointGaussian):
             # a factor's has no elements
             value = pad(value.flatten(-events), (0, 1)).amax(-1) if events else value
             terms = 10 + value * value.log1p() + 0.1 * density.abs().double().nan_to_num()
-            found.append(1e3 * torch.finfo(density.dtype).eps * terms)
+            found.append(ROUNDING * torch.finfo(density.dtype).eps * terms)
         return found
 
 
@@ -348,13 +335,12 @@ def has_one_mode(line: Mapping[float, Sequence[Tensor]], rounding: Sequence[Tens
     for side in (1, -1):
         places = sorted((place for place in line if place * side >= 0), key=abs)
         for *values, error in zip(*(line[place] for place in places), rounding):
-            top, low = values[0], torch.full_like(values[0], torch.inf)
-            for value in values[1:]:
-                off = 1 + error + TOLERANCE * (top - value).abs()
-                low = torch.where(value < top - off, torch.minimum(low, value), low)
-                if ((value > low + off) & value.isfinite()).any():
-                    return False
-                top = torch.maximum(top, value)
+            heights = torch.stack(values)
+            top = heights.cummax(0).values
+            off = 1 + error + TOLERANCE * (top - heights)
+            low = heights.where(heights < top - off, torch.inf).cummin(0).values
+            if ((heights > low + off) & heights.isfinite()).any():
+                return False
     return True
 
 
@@ -366,7 +352,7 @@ def is_concave(line: Mapping[float, Sequence[Tensor]], rounding: Sequence[Tensor
         for low, here, high, error in zip(line[first], line[middle], line[last], rounding):
             off = (
                 TOLERANCE * (high - low).abs()
-                + 10 * torch.finfo(here.dtype).eps * here.abs()
+                + ROUNDING * torch.finfo(here.dtype).eps * here.abs()
                 + error
             )
             bent = here < low + share * (high - low) - off

@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import Expansion, agree
+from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion, agree
 from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, grid_like, slope_of
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import own_mask
 
 __all__ = ["INACCURATE", "Tabulated"]
 
-STEEPEST = 1e9  # slope in nats a deviation, to which larger ones, which may overflow, are cut
 INACCURATE = "slopes of the log density do not add up to it"
-MAX_ERROR = 1e-2  # of an integral of slopes, in nats and relative
 
 
 class Tabulated(Expansion):
@@ -94,8 +92,9 @@ class Tabulated(Expansion):
         The first result is along the first member's side, at the means of the second member, ``(points, *batch,
         *plates)``. The second is along the second member's side, ``(points, points, *batch, *plates)``, or None.
         """
+        dims = 1 + len(self.leading)
         first, *second = (
-            slopes[name].double().clamp(-STEEPEST, STEEPEST) for name in self.group.members
+            slopes[name].double().reshape(slopes[name].shape[:dims]) for name in self.group.members
         )
         if not second:
             return first * self._scale, None
@@ -103,13 +102,6 @@ class Tabulated(Expansion):
         outer, middle = outer[:, self._middle], inner[:, self._middle]
         along = outer * self._scale + (middle * self._slide).sum_to_size(outer.shape)
         return along, inner * self._inner.unsqueeze(1)
-
-    def joint_slopes(self, sites: Mapping[str, Any], again: bool = False) -> dict[str, Tensor]:
-        """Returns the slopes of the joint log density at all points, ``(points, *batch, *plates)``."""
-        parts = (*self.group.members, *self.group.children)
-        slopes = self.take(sites, again=again, parts=parts)
-        dims = 1 + len(self.leading)
-        return {name: slope.reshape(slope.shape[:dims]) for name, slope in slopes.items()}
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         like, event_dim = self._center, len(self.priors[name].event_shape)
@@ -153,12 +145,12 @@ class Tabulated(Expansion):
             totals = totals.unflatten(0, (self._size, -1))
             lines = [(totals[:, self._middle], along), (totals[self._middle], inner[self._middle])]
         size = torch.stack([part.abs().flatten(1).sum(-1).mean() for part in each]).sum()
-        rounding += 1000 * torch.finfo(self._center.dtype).eps * float(size)
+        rounding += ROUNDING * torch.finfo(self._center.dtype).eps * float(size)
         for total, line in lines:
             log_density = LineDensity.of_slope(line.flatten(1)).log_density
             moved = log_density - log_density[self._middle]
             off = (total - total[self._middle] - moved.sum(-1)).abs()
             size = moved.abs().sum(-1)
-            if not (off <= MAX_ERROR * (1 + size) + rounding).all():
+            if not (off <= 10 * TOLERANCE * (1 + size) + rounding).all():
                 return INACCURATE
         return ""

@@ -15,8 +15,17 @@ from torch import Tensor
 from pyro_nami.deriving.bounded import LinearBernoulli
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.enumeration import Enumeration
-from pyro_nami.deriving.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of
-from pyro_nami.deriving.exponential_families import FORMS, ByStatistics
+from pyro_nami.deriving.expansion import (
+    MOST_RUNS,
+    ROUNDING,
+    TOLERANCE,
+    Expansion,
+    derivatives,
+    irregular,
+    parameters_of,
+    solved,
+)
+from pyro_nami.deriving.exponential_families import ByStatistics
 from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.newton import LOST, Newton, has_one_mode, is_concave
 from pyro_nami.deriving.quadrature import INACCURATE, Tabulated
@@ -28,27 +37,16 @@ from pyro_nami.program.runner import RunModel
 
 __all__ = ["OPEN", "Refutation", "expansion_of"]
 
-# Where Gaussian blocks are looked at, in prior standard deviations; far, to see slow bends as well.
-GAUSSIAN_PROBED_AT = (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)
-# The same for other forms: further out some overflow.
-PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
-# Where concavity is looked at about a mode, in deviations of the Normals there; further out the log density overflows.
-CONCAVE_AT = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)
 # Where further modes are looked for about a mode, in deviations of the priors, of which 4 have nearly all mass.
 MODES_AT = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))
 # The same where priors are flat, in deviations that data leave, up to 3,000 of them.
 FAR_MODES_AT = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))
-# Runs of the model in a search for a mode; ten times more take seconds for each latent without a mode.
-MOST_STEPS = 60
 # Points, or derivatives, times rows of data: of more, steps of training take too long beside those of other guides.
 MOST_WORK = 4e5
-ROWS_OF_ELEMENT = 10  # as which each element of a latent counts then
 # Draws that are looked at beside the data; ten times more take ten times as long, and have hardly shown more.
 PROBED_DRAWS = 2
 # Times: by how much a curvature may differ within a deviation, as it does where a density never falls again.
 LOOSENED = 30.0
-# Times the usual rounding, what a mean may be off by.
-ROUNDED = 10.0
 # Deviations that data leave, up to which flat priors are looked at; bends further out have no effect on draws.
 FAR_OUT = 1e5
 _AT_ONCE = "the model cannot be run at the points that this takes"
@@ -60,7 +58,6 @@ _NOT_LINEAR = "the prior of one is not linear in the others"
 OPEN = "its prior is flat, and data leave it, or a sum with others, open"
 _LOOSE = "its prior is flat, and data hardly tell it: within a deviation of the mode their curvature is another"
 _SCALED_APART = "latents that hang together are scaled by themselves"
-_ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
 
 
 Run = Callable[[Any], Mapping[str, Any]]  # an expansion -> the sites of its run
@@ -81,7 +78,7 @@ class Refutation:
         refused: latent -> why its conditional is not exact, as last found.
         lost: latents with a form that was refused as the model cannot be run at several points at once.
         open: latents with flat priors that data may leave open: no mode was found, or no end to the density.
-        tested: form and members of groups, with levels -> the form if it holds, else "".
+        tested: form and members of groups, with levels -> why the form does not hold; "" if it does.
     """
 
     nesting: int
@@ -98,68 +95,46 @@ class Refutation:
 
         ``near`` says that a Gaussian block may be one about a mode instead.
         """
+        found = self._tested(group)
+        if found or not near or group.form != "Gaussian" or group.bound:
+            return found
+        return self._tested(group._replace(form="Newton"))
+
+    def _tested(self, group: ConjugateGroup) -> ConjugateGroup | None:
+        """Returns the group if its form holds at all draws."""
         key = group.form, frozenset(zip(group.members, group.depths or (0,)))
         if key not in self.tested:
-            self.tested[key] = self._found(group)
-        form = self.tested[key]
-        if not form and near and group.form == "Gaussian" and not group.bound:
-            form = self._found_about_mode(group)
-        return group._replace(form=form) if form else None
-
-    def _found_about_mode(self, group: ConjugateGroup) -> str:
-        """Returns the form of Normals about a mode if it holds in place of a Gaussian block; "" if not."""
-        near = group._replace(form="Newton")
-        key = near.form, frozenset(zip(group.members, group.depths))
-        if key not in self.tested:
-            reason = self._reason(near)
-            if reason.endswith(_TOO_MANY):
+            reason = self.tested[key] = self._reason(group)
+            if not group.has_mode or reason.endswith(_TOO_MANY):
                 self.refused.update(dict.fromkeys(group.members, reason))
+            if group.form != "Newton" and reason.startswith(_AT_ONCE):
+                self.lost.update(group.members)
             if reason in (OPEN, _LOOSE, _NOT_FINITE):
                 self.open.update(group.flat)
-            self.tested[key] = "" if reason else near.form
-        return self.tested[key]
-
-    def _found(self, group: ConjugateGroup) -> str:
-        """Returns the group's form if it holds; "" if not."""
-        reason = self._reason(group)
-        if not group.is_tabulated:
-            self.refused.update(dict.fromkeys(group.members, reason))
-        if reason.startswith(_AT_ONCE):
-            self.lost.update(group.members)
-        if reason == OPEN:
-            self.open.update(group.flat)
-        return "" if reason else group.form
+        return None if self.tested[key] else group
 
     def _reason(self, group: ConjugateGroup) -> str:
         """Returns why the form does not hold at some draw; empty if it does."""
         told, flat = 0, ""
+        closed = not (group.bound or group.has_mode or group.form == "enumeration")
         for draw in self.draws:
-            closed = (
-                group.form in ("Gaussian", *FORMS) and not group.bound and draw is not self.draws[0]
-            )
-            own = (
-                {name: draw[name] for name in group.members}
-                if closed and draw.keys() >= {*group.members}
-                else {}
-            )
-            if draw.keys() >= group.needed and (told <= PROBED_DRAWS or own):
-                given = draw.keys() & {*group.children, *group.needed}
-                reason = self._flaw(
-                    group, {name: draw[name] for name in given}, own, told > PROBED_DRAWS
-                )
-                # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a
-                # latent open; nor data at which a grid is inaccurate, where the grid is not for these. The first draw
-                # holds the data themselves.
-                mute = reason.startswith((_NOT_FINITE, OPEN, _LOOSE, CUT[: CUT.index("{")]))
-                mute |= reason == INACCURATE and self.is_given and not group.needed
-                if reason and reason != _FLAT and (not mute or draw is self.draws[0]):
-                    return reason
-                told, flat = told + (not reason), reason if reason == _FLAT else flat
-                reason = (
-                    self._flaw_elsewhere(group, {name: draw[name] for name in given})
-                    if told == 1
-                    else ""
-                )
+            is_first, own = draw is self.draws[0], {}
+            if closed and not is_first and draw.keys() >= {*group.members}:
+                own = {name: draw[name] for name in group.members}
+            if not draw.keys() >= group.needed or told > PROBED_DRAWS and not own:
+                continue
+            given = {name: draw[name] for name in (*group.children, *group.needed) if name in draw}
+            reason = self._flaw(group, given, own, told > PROBED_DRAWS)
+            # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a latent
+            # open; nor data at which a grid is inaccurate, where the grid is not for these. The first draw holds the
+            # data themselves.
+            mute = reason.startswith((_NOT_FINITE, OPEN, _LOOSE, CUT[: CUT.index("{")]))
+            mute |= reason == INACCURATE and self.is_given and not group.needed
+            if reason and reason != _FLAT and (is_first or not mute):
+                return reason
+            told, flat = told + (not reason), reason if reason == _FLAT else flat
+            if told == 1:
+                reason = self._flaw_elsewhere(group, given)
                 if reason and reason != _FLAT:
                     return reason
         return "" if told else flat or _NOT_FINITE
@@ -167,8 +142,8 @@ class Refutation:
     def parameters(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the model's parameters that a group's density moves with."""
         probe = expansion_of(group)(group, (1,) * self.nesting, self.nesting, False)
-        with expanding():
-            sites = self.run({**drawn, **probe.points}, probe.until)
+        sites = probe.sites(self.run, drawn)
+        with derivatives():
             densities = [probe.density(sites, name) for name in (*group.children, *group.members)]
         own = {id(leaf) for leaf in probe.values.values()}
         return [leaf for leaf in parameters_of(*densities) if id(leaf) not in own]
@@ -204,8 +179,7 @@ class Refutation:
         """
 
         def run(expansion: Any) -> Mapping[str, Any]:
-            with expanding():
-                return self.run({**drawn, **expansion.points}, expansion.until)
+            return expansion.sites(self.run, drawn)
 
         try:
             if group.has_mode:
@@ -221,38 +195,45 @@ class Refutation:
 
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
-        at = functools.partial(expansion_of(group), group, (1,) * self.nesting, self.nesting, False)
-        distances: Sequence[float] = GAUSSIAN_PROBED_AT if group.form == "Gaussian" else PROBED_AT
-        distances = distances[:1] if only else distances
-        here = at()
-        reason = ""
-        others: dict[str, Any] = {f"{away:g} deviations away": at(away) for away in distances}
-        if group.form == "Gaussian" and group.flat:
+        kind: Any = expansion_of(group)
+        at = functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
+        distances = kind.probed_at[:1] if only else kind.probed_at
+        if kind is JointGaussian and group.flat:
             here, others, reason = self._about_flat(group, run, distances, is_data=not own)
             if reason == _NOT_FINITE:
                 return _NOT_FINITE
+        else:
+            here, reason = at(), ""
+            others = {f"{away:g} deviations away": at(away) for away in distances}
         if own:
             others["at a draw and its own data"] = at(0.0, own)
-        here.measure(sites := run(here))
-        if not here.is_finite():
-            return _NOT_FINITE
-        if _is_scaled_apart(sites, group):
-            return _SCALED_APART
+        here.fit(sites := run(here))
+        flaw = self._flaw_of_fit(group, here, sites)
+        if flaw and flaw != _FLAT:
+            return flaw
         if here.count is not None and (wide := self._wide(sites, group)):
             return wide
-        reason = reason or ("" if here.reaches(sites) else _FLAT)
+        reason = reason or flaw
         for other in others.values():
             other.measure(run(other))
             if not other.measured.totals.isfinite().all():
                 return _NOT_FINITE
         return self._unexplained(group, here, others) or reason
 
+    def _flaw_of_fit(self, group: ConjugateGroup, here: Any, sites: Mapping[str, Any]) -> str:
+        """Returns what speaks against a form at the point where it was fitted; empty if nothing does."""
+        if not here.is_finite():
+            return _NOT_FINITE
+        scales = [torch.as_tensor(sites[name]["scale"]) for name in group.members]
+        if not all(torch.equal(scale, scales[0]) for scale in scales):
+            return _SCALED_APART
+        return "" if here.reaches(sites) else _FLAT
+
     def _unexplained(self, group: ConjugateGroup, here: Any, others: Mapping[str, Any]) -> str:
         """Returns where a form has other slopes, or gains another log density, than the model; empty if nowhere."""
         children = ", ".join(map(repr, group.children))
-        asked = _ASKED.get(group.form, f"add to a {group.form} prior")
         of = "a bound on " if group.bound else ""
-        what = f"{of}the log density of {children} does not {asked}"
+        what = f"{of}the log density of {children} does not {here.asked.format(group.form)}"
         first, *_ = others.values()
         for place, other in others.items():
             if not here.explains(other):
@@ -273,7 +254,7 @@ class Refutation:
 
     def _about_flat(
         self, group: ConjugateGroup, run: Run, distances: Sequence[float], is_data: bool
-    ) -> tuple[JointGaussian, dict[str, JointGaussian], str]:
+    ) -> tuple[JointGaussian, dict[str, Any], str]:
         """Returns where a block with flat priors is looked at: about its mean, and elsewhere; and any flaw.
 
         All points lie within the bounds. Deviations are those that data leave, as a flat prior tells none.
@@ -284,15 +265,15 @@ class Refutation:
         """
         at = functools.partial(JointGaussian, group, (1,) * self.nesting, self.nesting, False)
         here = at(at=self.starts(group))
-        here, sites = _solved(here, run(here), run)
+        here, sites = solved(here, run(here), run)
         if not here.is_finite():
             return here, {}, _NOT_FINITE
         reason = OPEN if here.undecided() else ""
         if not reason:
             here = here.moved_to(here.means())
-            here, sites = _solved(here, run(here), run)
+            here, sites = solved(here, run(here), run)
             told = [sites[name] for name in group.children if name in sites]
-            here.noise = ROUNDED * max(map(_rounding, told))
+            here.noise = ROUNDING * max(map(_rounding, told))
             if not is_data and here.noise > 1.0:  # as rounding is all that there is to see
                 return here, {}, _NOT_FINITE
             reason = self._cut(here) if is_data else ""
@@ -310,8 +291,8 @@ class Refutation:
             return at(past or place, values)
 
         line = {f"{place:g} deviations away": moved(place) for place in distances}
-        for side in (-1, 1) if len(distances) > 1 else ():
-            line[f"{side * FAR_OUT:g} deviations away"] = moved(side * FAR_OUT, side * 3.0)
+        for far in (-FAR_OUT, FAR_OUT) if len(distances) > 1 else ():
+            line[f"{far:g} deviations away"] = moved(far, math.copysign(3.0, far))
         return here, line, reason
 
     def starts(self, group: ConjugateGroup) -> dict[str, Tensor]:
@@ -346,22 +327,23 @@ class Refutation:
         )
         own = sum(value.numel() for value in near.values.values())
         count = 1 + near.num_offsets
-        if count * rows + ROWS_OF_ELEMENT * own > MOST_WORK:
+        if count * max(rows, own) > MOST_WORK:
             return f"{count} derivatives for each of {rows:,} rows of data, or {own:,} elements {_TOO_MANY}"
         if len(group.members) > 1:  # which takes less than a search
-            near.measure(sites)
+            near.fit(sites)
             run(far := kind(away=1.0))
             if not near.explains_priors(far):
                 return _NOT_LINEAR
-        near, sites = _solved(near, sites, run)
-        if near.runs >= MOST_STEPS:  # as numbers are too large, or there are edges
+        near, sites = solved(near, sites, run)
+        # as numbers are too large, or there are edges
+        if near.runs >= MOST_RUNS or near.unfound is not None:
             return _NOT_FINITE
         if group.flat and (reason := OPEN if near.undecided() else self._cut(near)):
             return reason
         here = near.mode()
         line = {0.0: here.densities(sites := run(here))}
         errors = here.rounding(sites)
-        if any((each > LOST).any() for each in errors):
+        if any((10 * each > LOST).any() for each in errors):  # which the worst case is
             return _NOT_FINITE
         room = 0.9 * near.room()
         for place in (*MODES_AT, *(FAR_MODES_AT if group.flat else ())):
@@ -390,17 +372,13 @@ class Refutation:
     def _flaw_of_normals(self, group: ConjugateGroup, near: Newton, run: Run) -> str:
         """Returns what speaks against Normals about a mode; empty if nothing does."""
         here = near.mode()
-        here.measure(sites := run(here))
-        if not here.is_finite():
-            return _NOT_FINITE
-        if _is_scaled_apart(sites, group):
-            return _SCALED_APART
-        if not here.reaches(sites):
-            return _FLAT
+        here.fit(sites := run(here))
+        if flaw := self._flaw_of_fit(group, here, sites):
+            return flaw
         if group.flat and self._is_loose(near, run):
             return _LOOSE
         line, errors = {0.0: here.densities(sites)}, here.rounding(sites)
-        for place in CONCAVE_AT:
+        for place in near.probed_at:
             far, length = near.line(place)
             line[place] = far.densities(run(far))
             if not here.explains_priors(far):
@@ -414,7 +392,7 @@ class Refutation:
         widths = near.widths()
         for place in (-1.0, 1.0):
             far, _ = near.line(place)
-            far.measure(run(far))
+            far.fit(run(far))
             for name, width in far.widths().items():
                 times = (width / widths[name]).square()
                 if not (times.log().abs() < math.log(LOOSENED)).all():
@@ -423,20 +401,12 @@ class Refutation:
 
     def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
         """Returns the flaw that a node has the dim of the points by their shape, and does not depend on them."""
-        outside = (
-            name for name in sites if name not in group.members and name not in group.children
-        )
-        others = filter(lambda name: is_node(sites[name]), outside)
-        dims = ((name, len(getattr(sites[name]["fn"], "batch_shape", ()))) for name in others)
-        wide = next((name for name, count in dims if count > self.nesting), "")
-        return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim" if wide else ""
-
-
-def _solved(near: Any, sites: Mapping[str, Any], run: Run) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the last of the expansions that lead to a solution, and the sites of its run, given the first."""
-    while near.runs < MOST_STEPS and (following := near.solve(sites)) is not None:
-        near, sites = following, run(following)
-    return near, sites
+        for name, site in sites.items():
+            own = name in group.members or name in group.children
+            dims = 0 if own or not is_node(site) else len(getattr(site["fn"], "batch_shape", ()))
+            if dims > self.nesting:
+                return f"{_AT_ONCE}: '{name}', which is no part of it, takes their dim"
+        return ""
 
 
 def _rounding(site: Mapping[str, Any]) -> float:
@@ -445,17 +415,13 @@ def _rounding(site: Mapping[str, Any]) -> float:
     return 0.0 if off is None else float(off.double().square().sum().sqrt())
 
 
-def _is_scaled_apart(sites: Mapping[str, Any], group: ConjugateGroup) -> bool:
-    first, *rest = (torch.as_tensor(sites[name]["scale"]) for name in group.members)
-    return not all(scale.shape == first.shape and bool((scale == first).all()) for scale in rest)
-
-
 def expansion_of(group: ConjugateGroup) -> type[Expansion]:
     """Returns the class that derives a group's conditionals."""
-    kinds = {
+    kinds: dict[str, type[Expansion]] = {
         "Gaussian": JointGaussian,
         "Newton": Newton,
         "quadrature": Newton,
         "enumeration": Enumeration,
+        "Bernoulli": LinearBernoulli,
     }
-    return {**kinds, "Bernoulli": LinearBernoulli}.get(group.form, ByStatistics)
+    return kinds.get(group.form, ByStatistics)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
@@ -44,12 +45,23 @@ class SecondOrder(Expansion):
     Args:
         group, leading, nesting, differentiable, away: as for `Expansion`.
         sizes: member -> number of its elements, where they are not those of the group; is kept up to date.
+        at: values of the members that offsets are from; by default the means of their priors.
     """
 
+    # far, to see slow bends as well
+    probed_at: tuple[float, ...] = (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)
+    asked = "stay quadratic in latents with Gaussian priors"
+
     def __init__(
-        self, group: ConjugateGroup, *args: Any, sizes: dict[str, int] | None = None, **kwargs: Any
+        self,
+        group: ConjugateGroup,
+        *args: Any,
+        sizes: dict[str, int] | None = None,
+        at: Mapping[str, Tensor] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(group, *args, **kwargs)
+        self._at = {name: value.detach() for name, value in (at or {}).items()}
         self.sizes = dict(zip(group.members, group.elements)) if sizes is None else sizes
         self._depth = dict(zip(group.members, group.depths))
         # in order of elimination, of each level the last drawn first
@@ -87,7 +99,10 @@ class SecondOrder(Expansion):
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         """Returns what a member's offsets are from, given its prior's location and some deviation."""
-        return loc
+        at = self._at.get(name)
+        # where it is not known where to start
+        at = loc if at is None else torch.where(at.isnan(), loc.to(at), at)
+        return self.flat[name].within(at) if name in self.flat else at
 
     @property
     def num_offsets(self) -> int:
@@ -150,7 +165,7 @@ class SecondOrder(Expansion):
 
     def _unit_offsets(self, name: str) -> Tensor:
         """Returns unit offsets of all elements, as offsets of a member: ``(offsets, *value)``."""
-        value, shape, first = self.values[name], self.shape_of(name), self._first[name]
+        value, shape, first = self.values[name], self.shapes[name], self._first[name]
         unit = torch.eye(self.num_offsets, dtype=value.dtype, device=value.device)
         unit = unit[:, first : first + self.sizes[name]].flip(-1)
         held = self._held(name, shape)
@@ -159,7 +174,7 @@ class SecondOrder(Expansion):
 
     def _columns(self, name: str, changes: Tensor, start: Tensor) -> Tensor:
         """Returns derivatives by offsets and, behind them, a value at 0: ``(*batch, *plates, E, columns)``."""
-        idle = (1,) * (len(self.shape_of(name)) + 1 - changes.dim())
+        idle = (1,) * (len(self.shapes[name]) + 1 - changes.dim())
         changes = changes.reshape(changes.shape[:1] + idle + changes.shape[1:])
         columns = torch.cat([self._flat(name, changes), self._flat(name, start).unsqueeze(0)])
         columns = columns if self.differentiable else columns.detach()
@@ -167,21 +182,20 @@ class SecondOrder(Expansion):
 
     def _prior_rows(self, name: str, moves: Tensor | None, begin: int) -> Tensor:
         """Returns S^-1 (x_k - B x - d), which has the prior N(0, I): ``(*batch, *plates, E, columns)``."""
-        base, shape = self._base(name), self.shape_of(name)
-        own, after = self._first[name], self._first[name] + self.sizes[name]
+        base, shape = self._base(name), self.shapes[name]
         loc = base.loc - self.references[name]
         if moves is None:
             moves = loc.new_zeros((self.num_offsets, *loc.shape))
-        mean = self._columns(name, moves[after:], loc)
+        mean = self._columns(name, moves[begin:], loc)
+        size, own = self.sizes[name], self._first[name] - begin
+        unit = torch.eye(size, dtype=mean.dtype, device=mean.device)
+        rows = F.pad(unit, (own, mean.shape[-1] - own - size)) - mean
         if isinstance(base, dist.Normal):
-            scale = self._flat(name, base.scale.expand(shape)).double()
-            inverse = torch.diag_embed(scale.reciprocal())
-        else:
-            nesting = None if self._is_lifted(name) else self.nesting
-            inverse = inverse_root(base.scale_tril.double(), shape, nesting)
-        inverse = inverse if self.differentiable else inverse.detach()
-        before = inverse.new_zeros(inverse.shape[:-1] + (own - begin,))
-        return torch.cat([before, inverse, -(inverse @ mean)], -1)
+            scale = self._flat(name, base.scale.expand(shape)).double().unsqueeze(-1)
+            return rows / (scale if self.differentiable else scale.detach())
+        nesting = None if self._is_lifted(name) else self.nesting
+        inverse = inverse_root(base.scale_tril.double(), shape, nesting)
+        return (inverse if self.differentiable else inverse.detach()) @ rows
 
     def _base(self, name: str) -> Any:
         """Returns a member's Normal or multivariate Normal prior; of a flat one where offsets begin, and their unit."""
@@ -226,23 +240,25 @@ class SecondOrder(Expansion):
         return all(self._curves(sites, child) for child in self.group.children)
 
     def _curves(self, sites: Mapping[str, Any], child: str) -> bool:
-        leaves = list(self.values.values())
-        # as few of many are read
-        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        """Whether a child's log density has a curvature along some direction."""
         with derivatives():
-            density = self.density(sites, child).sum()
-            slopes = (
-                torch.autograd.grad(density, leaves, create_graph=True, **options)
-                if density.requires_grad
-                else ()
-            )
-            moving = [slope for slope in slopes if slope is not None and slope.requires_grad]
-            along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
-            bends = torch.autograd.grad(moving, leaves, along, **options) if moving else ()
-        return any(bend is not None and bool((bend != 0).any()) for bend in bends)
+            slopes = self.take(sites, again=True, parts=[child])
+            units = {
+                name: irregular(slope.shape, slope, i).unsqueeze(0)
+                for i, (name, slope) in enumerate(slopes.items())
+            }
+            bends = along_units(slopes, units, list(self.values.values()), False)
+        return any(bool((bend != 0).any()) for bend in bends)
+
+    def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        steps, found = self._steps_to(values), []
+        for i, level in enumerate(self._levels):
+            own, *others = self._terms(i, steps)
+            found.append(-steps[i] * (own / 2 + sum(others) + level.rows[..., -1]))
+        return found
 
     def explains(self, far: SecondOrder) -> bool:
-        steps = self._steps_to(far)
+        steps = self._steps_to(far.values)
         for i, (names, level) in enumerate(zip(self.by_level, self._levels)):
             found = torch.cat(
                 [self._flat(name, far.measured.slopes[name]).double() for name in names], -1
@@ -265,7 +281,7 @@ class SecondOrder(Expansion):
 
     def explains_priors(self, far: SecondOrder) -> bool:
         """Whether the priors' noise at another point is what their rows say of the offsets."""
-        steps = self._steps_to(far)
+        steps = self._steps_to(far.values)
         for i, (names, level) in enumerate(zip(self.by_level, self._levels)):
             noise = torch.cat([self._noise(name, far) for name in names], -1)
             terms = self._terms(i, steps, prior=True)
@@ -278,11 +294,10 @@ class SecondOrder(Expansion):
         columns = [self._levels[i].columns(other, prior) for other in self._levels[i:]]
         return [times(each, step) for each, step in zip(columns, steps[i:])]
 
-    def _steps_to(self, far: SecondOrder) -> list[Tensor]:
-        """Returns the offsets of another point, by level."""
-        values = {name: value.detach() for name, value in far.values.items()}
+    def _steps_to(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """Returns the offsets of values, by level."""
         return [
-            torch.cat([self._moved(name, values[name]) for name in each], -1)
+            torch.cat([self._moved(name, values[name].detach()) for name in each], -1)
             for each in self.by_level
         ]
 
@@ -298,20 +313,6 @@ class SecondOrder(Expansion):
                 -1
             )
         return self._flat(name, error).double()
-
-    def gain(self, near: SecondOrder, far: SecondOrder) -> tuple[Tensor, Tensor]:
-        """Returns (g0 + g1) . (x1 - x0) / 2, which a quadratic gains, but not where autograd does not see slopes."""
-        steps = {name: (far.values[name] - near.values[name]).detach() for name in self._first}
-        terms = [
-            (step * (near.measured.slopes[name] + far.measured.slopes[name]) / 2).sum()
-            for name, step in steps.items()
-        ]
-        sizes = [
-            (step * each.measured.slopes[name]).abs().sum()
-            for name, step in steps.items()
-            for each in (near, far)
-        ]
-        return torch.stack(terms).sum(), torch.stack(sizes).sum()
 
     # ---- shapes
 
@@ -329,7 +330,7 @@ class SecondOrder(Expansion):
 
         The last comes first, as it is eliminated first.
         """
-        shape = self.shape_of(name)
+        shape = self.shapes[name]
         value = value.expand(broadcast(value.shape, shape))
         held = self._held(name, shape)
         batch = value.shape[: value.dim() - len(held)]

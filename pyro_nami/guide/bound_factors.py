@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_nami.deriving.bounded import LinearBernoulli
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.expansion import TOLERANCE, Expansion, expanding
+from pyro_nami.deriving.expansion import TOLERANCE, Expansion
 from pyro_nami.deriving.in_turn import InTurn, Order
 from pyro_nami.factors.bounds import bound_for
 from pyro_nami.guide.first_call import FirstCall
@@ -97,10 +97,9 @@ def in_turn(
     nesting, draw = first.plates.nesting, first.draws[0]
     bounded: Expansion = LinearBernoulli(group, (1,) * nesting, nesting, False, orders=orders)
     try:
-        with expanding():
-            units = bounded.solve(first.run({**draw, **bounded.points}, bounded.until))
-            assert isinstance(units, InTurn)
-            units.solve(first.run({**draw, **units.points}, units.until))
+        units = bounded.solve(bounded.sites(first.run, draw))
+        assert isinstance(units, InTurn)
+        units.solve(units.sites(first.run, draw))
         return group._replace(in_turn=units.error() < TOLERANCE)
     except Exception:  # noqa: BLE001  whatever a model does at several points
         return group

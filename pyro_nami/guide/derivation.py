@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.expansion import Changed, Expansion, expanding, leading_shape
+from pyro_nami.deriving.expansion import Changed, Expansion, leading_shape, solved
 from pyro_nami.deriving.gaussian_constants import Constants, FromConstants, constants_of
 from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.newton import Newton
@@ -56,7 +56,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         expansion = _expansion_in(group, current, plan, call)
         solved = _solved(expansion, group, current, call, known)
     expansion, sites = solved
-    near: Any = expansion if expansion.has_constants else current.derived.near.get(group)
+    near: Any = expansion if type(expansion) is JointGaussian else current.derived.near.get(group)
     _check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {
@@ -82,20 +82,19 @@ def _solved(
         The solved expansion, and the sites of the last run. None where a run shows other sizes or observed members than
         the expansion was made for, or where constants of the group are known from now on.
     """
-    following: Expansion | None = expansion
+
+    def run(expansion: Expansion) -> Mapping[str, Any]:
+        sites = expansion.sites(call.run, {**call.held, **known})
+        if _has_observed(expansion, sites, current) or _keeps_constants(
+            expansion, current, call, known
+        ):
+            raise Changed
+        if isinstance(expansion, Newton):
+            current.derived.near[group] = expansion
+        return sites
+
     with suppress(Changed):
-        while following is not None:
-            expansion = following
-            with expanding():
-                sites = call.run({**call.held, **known, **expansion.points}, until=expansion.until)
-            if _has_observed(expansion, sites, current):
-                return None
-            if _keeps_constants(expansion, current, call, known):
-                return None
-            following = expansion.solve(sites)
-            if isinstance(expansion, Newton):
-                current.derived.near[group] = expansion
-        return expansion, sites
+        return solved(expansion, run(expansion), run)
     return None
 
 
@@ -153,16 +152,16 @@ def _constants_of_one(
     def run(values: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
         return call.run({**call.held, **first, **values}, until=until)
 
+    def sites_of(expansion: Expansion) -> Mapping[str, Any]:
+        sites = expansion.sites(run, {})
+        if _has_observed(expansion, sites, current):
+            raise Changed
+        return sites
+
     one = group, torch.Size((1,) * nesting), nesting
-    following: Any = JointGaussian(*one, False, sizes=dict(sizes), at=at)
+    block = JointGaussian(*one, False, sizes=dict(sizes), at=at)
     with suppress(Changed), untouched(call.program.model):
-        while following is not None:
-            expansion = following
-            with expanding():
-                sites = run(expansion.points, expansion.until)
-            if _has_observed(expansion, sites, current):
-                return None
-            following = expansion.solve(sites)
+        expansion, _ = solved(block, sites_of(block), sites_of)
         return constants_of(*one, dict(sizes), run, expansion.references)
     return None
 
@@ -266,8 +265,6 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
             "orders": {name: rules[name].order for name in group.members},
             "observed": observed,
         }
-    if group.has_mode:
-        options["is_probe"] = False
     expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
     for child in group.children if group.bound == "bounded" else ():
         if child in plan.bounds:
@@ -312,7 +309,7 @@ def _keeps_constants(
         return False
     if not expansion.differentiable or torch.jit.is_tracing():
         return False
-    if not expansion.has_constants or expansion.xi:  # bounds change from step to step
+    if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step
         return False
     known, sizes = {**call.held, **values}, expansion.sizes
     with untouched(call.program.model):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
+    MAX_ERROR,
     broadcast,
     leading_shape,
     parameters_of,
@@ -47,8 +48,6 @@ MIN_WIDTH = 1e-6  # of a prior that is nearly a constant, in unconstrained space
 # points that the grid of a further latent, at each point of the first, is counted as
 INNER_POINTS = 15
 CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
-# standard deviation of a table's error in nats, of what is taken for exact: weights vary by 3% then
-MAX_ERROR = 0.03
 # nats more, where data are so large beside their noise that single precision tells no better
 MAX_ROUNDING = 0.3
 
