@@ -6,7 +6,7 @@ identity and version, arrays by content, everything else by value.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arguments", "Look", "Looks", "is_array"]
+__all__ = ["Arguments", "Cache", "Look", "Looks", "is_array"]
 
 Kind = tuple[Hashable, Hashable]
 # looks kept at calls whose arguments differ in numbers only; where all are equal, other numbers do not matter either
@@ -49,6 +49,35 @@ class Arguments:
                 for (old, stamp), kept, new in zip(self._leaves, self._kept, leaves)
             )
         )
+
+
+class Cache:
+    """Results by name, each kept for as long as what it was made from is the same. Copies of a cache are empty.
+
+    Example:
+        >>> cache, x = Cache(), torch.ones(2)
+        >>> cache.get("sum", [x], x.sum) is cache.get("sum", [x], x.sum)
+        True
+        >>> cache.get("sum", [x.add_(1.0)], x.sum)
+        tensor(4.)
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, tuple[Arguments, Any]] = {}
+
+    def __reduce__(self) -> Any:
+        return Cache, ()
+
+    def get(self, name: Hashable, leaves: Sequence[Any], make: Callable[[], Any]) -> Any:
+        """Returns the result of a name that was made from ``leaves``; else what ``make`` returns, which is kept."""
+        kept = self._kept.get(name)
+        if kept is None or not kept[0].are(leaves):
+            kept = self._kept[name] = Arguments(leaves), make()
+        return kept[1]
+
+    def clear(self) -> None:
+        """Forgets all results."""
+        self._kept.clear()
 
 
 class Look(NamedTuple):

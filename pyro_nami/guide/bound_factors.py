@@ -18,7 +18,7 @@ from pyro_nami.deriving.in_turn import InTurn, Order
 from pyro_nami.factors.bounds import bound_for
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.messages import warn
-from pyro_nami.parameters.conditioning import Plates, Read, plan_sources
+from pyro_nami.parameters.conditioning import Plates, Read, plan_sources, site_of
 from pyro_nami.parameters.factor_groups import Factor
 
 __all__ = ["bound_factors", "in_turn", "initial_bounds", "is_corrected"]
@@ -47,9 +47,7 @@ def bound_factors(
             if bound_for(fn) is None:
                 continue
             batch = plates.closure(first.frames[child])
-            frames = {
-                node: first.frames[node if node in first.frames else node[1]] for node in nodes
-            }
+            frames = {node: first.frames[site_of(node)] for node in nodes}
             sources = plan_sources(batch, {node: Read() for node in nodes}, frames, plates)
             found[child] = Factor(
                 ("bound", child), batch, (), fn.event_shape.numel(), 1, 1, sources

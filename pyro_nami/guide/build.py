@@ -17,7 +17,7 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.derivation import derive
 from pyro_nami.guide.first_call import FirstCall, first_call
-from pyro_nami.guide.first_latents import cut_by_bounds, flaw_of_tables
+from pyro_nami.guide.first_latents import check_tables
 from pyro_nami.guide.one_pass import Outside, Pass
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.order import find_order
@@ -73,19 +73,19 @@ def assemble(
 
 
 def _found(first: FirstCall) -> tuple[Plan, InverseNetwork]:
-    plan, network, current, call = _tried(first, find_order(first))
-    cut = dict[str, str]()
-    while found := cut_by_bounds(plan, call, current, derive):
+    """Returns a plan, whose grids are checked, and its networks."""
+    cut = dict[str, str]()  # latents whose priors turn out not to be flat, and why
+    while True:
+        plan, network = _planned(first, find_order(first, cut=cut))
+        flaw, found = check_tables(plan, *_first_pass(first, plan, network), derive)
+        if not found:
+            break
         cut.update(found)
-        plan, network, current, call = _tried(first, find_order(first, cut=cut))
-    if flaw := flaw_of_tables(plan, call, current, derive):
-        plan, network = _planned(first, find_order(first, flaw, cut))
-    return plan, network
+    return _planned(first, find_order(first, flaw, cut)) if flaw else (plan, network)
 
 
-def _tried(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork, Pass, Call]:
-    """Returns a plan and its networks, and a pass at the first call's data."""
-    plan, network = _planned(first, order)
+def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> tuple[Call, Pass]:
+    """Returns a call with the first call's data, and a pass of which nothing is known yet."""
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
@@ -99,7 +99,7 @@ def _tried(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork
         Outside(),
         validate=False,
     )
-    return plan, network, current, call
+    return call, current
 
 
 def _planned(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork]:

@@ -33,11 +33,6 @@ from pyro_nami.program.many_draws import MANY_DRAWS
 
 __all__ = ["derive", "valid_at"]
 
-# passes before constants of exact conditionals are kept, as many guides are called once or twice
-PASSES_BEFORE_CONSTANTS = 2
-# constants kept, one for each group and shape of a batch; they are as large as a block's matrices
-MOST_CONSTANTS = 16
-
 
 def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     """Returns the conditionals of a group given the latents drawn so far; the model is run for them."""
@@ -308,13 +303,8 @@ def _keeps_constants(
 ) -> bool:
     """Stores constants of a Gaussian block for later steps on the same data; returns whether there are new ones."""
     kept, key = call.derived.constants, (expansion.group, expansion.leading)
-    if (
-        kept is None
-        or key in kept
-        or len(kept) >= MOST_CONSTANTS
-        or current.state.network.passes < PASSES_BEFORE_CONSTANTS
-    ):
-        return False
+    if kept is None or key in kept or not current.state.network.passes:
+        return False  # many guides are called once
     if not expansion.differentiable or torch.jit.is_tracing():
         return False
     if not expansion.has_constants or expansion.xi:  # bounds change from step to step

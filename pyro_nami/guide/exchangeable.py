@@ -5,33 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_nami.guide.call import Call
+from pyro_nami.guide.call import Reading
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.initial_values import near_origin
 from pyro_nami.program.isolation import untouched
-from pyro_nami.program.surroundings import Surroundings
 
-__all__ = ["Reading", "exchangeable_plates"]
-
-
-class Reading(NamedTuple):
-    """The data that a model reads in one call: its arguments, and globals or attributes if these are known."""
-
-    call: Call
-    surroundings: Surroundings | None
-
-    def sites(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        """Returns the sites of a run of the model on these data."""
-        if self.surroundings is None:
-            return self.call.run(values, **options)
-        with self.surroundings.restored():
-            return self.call.run(values, **options)
+__all__ = ["exchangeable_plates"]
 
 
 def exchangeable_plates(before: Reading, now: Reading, names: Collection[str]) -> frozenset[str]:
@@ -132,7 +117,7 @@ def _changed(before: Reading, now: Reading, change: Callable[[Any, Any], Any]) -
     args, kwargs = tree_unflatten(list(map(change, old, leaves)), spec)
     program = now.call.program._replace(args=args, kwargs=kwargs)
     around = now.surroundings and now.surroundings.changed_from(before.surroundings, change)
-    return Reading(replace(now.call, program=program), around)
+    return now._replace(call=replace(now.call, program=program), surroundings=around)
 
 
 def _rotate(frame: Any, old: Any, value: Any) -> Any:

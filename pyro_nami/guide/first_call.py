@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+import networkx as nx
 import pyro
 import torch
 from pyro import poutine
@@ -14,8 +16,8 @@ from torch import Tensor, nn
 
 from pyro_nami.factors.registry import features_of
 from pyro_nami.graph.network import BayesNet
+from pyro_nami.graph.sites import Site
 from pyro_nami.guide.mode import Mode
-from pyro_nami.guide.model_inverse import with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.options import Options
 from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
@@ -30,7 +32,14 @@ from pyro_nami.reading.changes import moved
 from pyro_nami.reading.masked_latents import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
 
-__all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call"]
+__all__ = [
+    "PRIOR_DRAWS",
+    "FirstCall",
+    "data_features",
+    "first_call",
+    "with_hidden_evidence",
+    "with_latent_blocks",
+]
 
 PRIOR_DRAWS = 16
 
@@ -273,3 +282,33 @@ class _Embedding(NamedTuple):
         return self.module(value.reshape((-1,) + value.shape[cut:])).reshape(
             value.shape[:cut] + (1, -1)
         )
+
+
+def with_latent_blocks(net: BayesNet, blocks: Sequence[Sequence[str]] | None) -> BayesNet:
+    """Returns the network with the observed sites that ``blocks`` names latent: they are semi-observed."""
+    named: set[Any] = {name for block in blocks or () for name in block}
+    if not named & set(net.observed):
+        return net
+    sites = {
+        name: dataclasses.replace(site, observed=False) if name in named else site
+        for name, site in net.sites.items()
+    }
+    return BayesNet(sites, net.edges, plate_sizes=net.plate_sizes, nesting=net.nesting)
+
+
+def with_hidden_evidence(net: BayesNet) -> BayesNet:
+    """Returns the network of a blocked model, with evidence that the guide cannot see on its barren latents.
+
+    ``poutine.block`` may hide data, so a latent without observed descendants need not be without evidence. All such
+    latents get an observed child in common for each set of plates that they lie in.
+    """
+    seen = set(net.observed)
+    for name in net.observed:
+        seen |= nx.ancestors(net.graph, name)
+    barren = [name for name in net.latent if name not in seen]
+    sites, edges = dict(net.sites), list(net.edges)
+    for plates in {net.plates[name] for name in barren}:
+        node = ("hidden", *sorted(plates))
+        sites[node] = Site(node, plates=plates, observed=True)
+        edges.extend((name, node) for name in barren if net.plates[name] <= plates)
+    return BayesNet(sites, edges, plate_sizes=net.plate_sizes, nesting=net.nesting)

@@ -20,11 +20,9 @@ from pyro_nami.factors.family import Family
 from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.parameters.network_state import NetworkState
+from pyro_nami.program.flat_priors import MOST_LOST
 
 __all__ = ["DerivedGroups", "Outside", "Pass", "Term"]
-
-# share of a conditional that is out of bounds: less is hardly seen in draws, nor told by a few
-_MOST_LOST = 1e-3
 
 
 class Term(NamedTuple):
@@ -276,7 +274,7 @@ class Pass:
     def _warn_of_bounds(self) -> None:
         """Warns once of each latent whose bounds data do touch, though its prior is taken for flat."""
         for name, share in self.derived.lost().items():
-            if share > _MOST_LOST and self.state.network.tells(f"{name}, bounds"):
+            if share > MOST_LOST and self.state.network.tells(f"{name}, bounds"):
                 warn(
                     f"At these data {share:.1g} of what they leave of '{name}' lies outside of the bounds of its "
                     "prior, which was taken for flat: it is drawn within them, but no longer from the exact "

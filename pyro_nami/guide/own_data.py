@@ -17,13 +17,12 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_nami.guide.arguments import Arguments, Look, Looks
+from pyro_nami.guide.arguments import Cache, Look, Looks
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.maps import MapReader
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.messages import warn
-from pyro_nami.parameters.inputs import IndexMaps
 from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng, untouched
 from pyro_nami.program.runner import is_fixed
@@ -32,26 +31,24 @@ __all__ = ["OwnData"]
 
 
 class OwnData:
-    """Finds the data that calls bring, and keeps what was found for as long as the arguments are the same.
+    """Finds the data that calls bring.
 
     Args:
-        plan: the guide's; another one may take its place.
+        plan: the guide's.
         covariates, index_maps: the guide's options of these names.
+        cache: keeps what was found for as long as the arguments are the same.
     """
 
     def __init__(
-        self, plan: Plan, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]
+        self,
+        plan: Plan,
+        covariates: Any,
+        index_maps: Mapping[tuple[str, str], Callable],
+        cache: Cache,
     ) -> None:
-        self.plan, self._option = plan, covariates
-        self._maps = MapReader(plan, index_maps)
+        self.plan, self._option, self._cache = plan, covariates, cache
+        self._maps = MapReader(plan, index_maps, cache)
         self._looks = Looks()
-        self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
-
-    def follow(self, plan: Plan) -> None:
-        """Goes by another plan from now on, and forgets what was found for the arguments of earlier calls."""
-        self.plan = self._maps.plan = plan
-        self._probed = None
-        self._maps.forget()
 
     def all_of(self, call: Call) -> Call:
         """Returns a call with its observed values, covariates and index maps."""
@@ -92,19 +89,21 @@ class OwnData:
 
     def completed(self, call: Call) -> Call:
         """Returns a call, whose values are known, with its covariates and index maps."""
-        plan, leaves = self.plan, call.program.leaves()
+        plan = self.plan
         if plan.columns:
-            call = replace(call, covariates=self._covariates(call, leaves))
-        if plan.map_plans:
-            call = replace(call, maps=self._index_maps(call, leaves))
-        return call
+            found = self._cache.get("covariates", call.leaves, lambda: self._covariates(call))
+            call = replace(call, covariates=found)
+        for each in plan.map_plans:
+            for name in (*each.values, *each.targets):
+                if name in call.lacking:
+                    raise ValueError(missing_site(name))
+        return replace(call, maps=self._maps.read(call)) if plan.map_plans else call
 
-    def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
-        """Returns the covariates of every site, probed anew only where the model's arguments changed."""
-        if self._probed is not None and not call.indices and self._probed[0].are(leaves):
-            return self._probed[1]
-        with untouched(call.program.model), torch.no_grad(), pyro.validation_enabled(False):
-            values = covariate_values(
+    @torch.no_grad()
+    def _covariates(self, call: Call) -> dict[str, Tensor]:
+        """Returns the covariates of every site, by runs of the model."""
+        with untouched(call.program.model), pyro.validation_enabled(False):
+            return covariate_values(
                 self.plan.covariates,
                 self._option,
                 call.program.args,
@@ -112,16 +111,6 @@ class OwnData:
                 lambda reference: call.run(reference, broadcast=True),
                 call.lacking,
             )
-        self._probed = Arguments(leaves), values
-        return values
-
-    def _index_maps(self, call: Call, leaves: list) -> IndexMaps:
-        for name in [
-            name for each in self.plan.map_plans for name in (*each.values, *each.targets)
-        ]:
-            if name in call.lacking:
-                raise ValueError(missing_site(name))
-        return self._maps.read(call, leaves)
 
 
 def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:

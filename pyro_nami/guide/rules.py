@@ -185,9 +185,10 @@ class Learned(Rule):
                 conditionals, anchor, target, self.dims, self.sizes
             )
         params = self._params(state)
-        target, batch = _common(params.shape[:-2], batch_shape)
+        params = squeezed(params, len(batch_shape), 2)
+        target = broadcast(params.shape[:-2], batch_shape)
         if params.shape[:-2] != target:
-            params = params.reshape(batch + params.shape[-2:]).expand(target + params.shape[-2:])
+            params = params.expand(target + params.shape[-2:])
         return self._at_once(current, state, family, params, anchor)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
@@ -370,12 +371,3 @@ def _freedom(params: Tensor, anchor: Tensor) -> Tensor:
     """Returns the share of the evidence's location in the location of prior times evidence, ``(*batch, E)``."""
     precision = relative_scale(params[..., 1].detach()).square().reciprocal()
     return precision / (precision + anchor[..., 1].detach().square().reciprocal())
-
-
-def _common(shape: torch.Size, target: torch.Size) -> tuple[torch.Size, torch.Size]:
-    """Returns ``shape`` broadcast with ``target``, and ``shape`` without leading ones that ``target`` lacks."""
-    extra = 0
-    while len(shape) - extra > len(target) and shape[extra] == 1:
-        extra += 1
-    shape = shape[extra:]
-    return (target if shape == target else torch.broadcast_shapes(shape, target)), shape

@@ -13,9 +13,6 @@ from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["DataSets", "Starts"]
 
-# data sets whose warm starts are kept; ten times as many take a gigabyte
-MOST_KEPT = 2**17
-
 
 class DataSets(NamedTuple):
     """The data sets of a call: a key for each, and the batch dims in which they lie.
@@ -101,7 +98,7 @@ class Starts:
         """Stores values of latents."""
         new = {name: data.rows(name, value.detach()) for name, value in values.items()}
         widest = max((value[0].numel() for value in new.values()), default=1)
-        most = min(MOST_KEPT, rows_in_memory(widest))
+        most = rows_in_memory(widest)
         if self.is_renewed and len(self._rows) + len(data.keys) > most:
             self._kept = {}
         if any(
