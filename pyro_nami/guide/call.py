@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -164,16 +164,15 @@ def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
 def sites_of(call: Any, plan: Plan) -> Mapping[str, Any]:
     """Returns the sites of a run of the model on a call's arguments, at reference values of its latents."""
 
-    def reference(name: str) -> Callable[[Any], Tensor]:
-        value = plan.initial[name]
+    def reference(value: Tensor, fn: Any) -> Tensor:
+        is_same = value.shape[value.dim() - len(fn.event_shape) :] == fn.event_shape
+        return value.expand(fn.shape()) if is_same else fn.sample()
 
-        def at(fn: Any) -> Tensor:
-            is_same = value.shape[value.dim() - len(fn.event_shape) :] == fn.event_shape
-            return value.expand(fn.shape()) if is_same else fn.sample()
-
-        return at
-
-    latents = {name: reference(name) for name in plan.initial if name not in plan.semi_observed}
+    latents = {
+        name: functools.partial(reference, value)
+        for name, value in plan.initial.items()
+        if name not in plan.semi_observed
+    }
     with torch.no_grad(), forked_rng():
         found: Mapping[str, Any] = call.run(latents)
     return found

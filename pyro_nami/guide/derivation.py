@@ -39,7 +39,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     if group.has_mode and torch.jit.is_tracing():
         return _as_constants(plan, call, current, group)
     if group.form == "marginal":
-        return marginal(plan, call, current, group, derive)
+        return marginal(plan, call, current, group)
     kept = call.derived.constants
     values = {name: value for name, value in current.values.items() if name not in group.members}
     known = {
@@ -150,16 +150,10 @@ def _constants_of_one(
         return call.run({**call.held, **first, **values}, until=until)
 
     one = group, torch.Size((1,) * nesting), nesting
-    following: Any = JointGaussian(*one, False, sizes=dict(sizes), at=at)
+    block = JointGaussian(*one, False, sizes=dict(sizes), at=at)
     with suppress(Changed), untouched(call.program.model):
-        while following is not None:
-            expansion = following
-            with expanding():
-                sites = run(expansion.points, expansion.until)
-            if _has_observed(expansion, sites, current):
-                return None
-            following = expansion.solve(sites)
-        return constants_of(*one, dict(sizes), run, expansion.references)
+        solved: Any = _solved(block, group, current, call, first)
+        return solved and constants_of(*one, dict(sizes), run, solved[0].references)
     return None
 
 
@@ -227,12 +221,8 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
     """Returns the expansion of a group at the values drawn so far; a run of the model has to solve it."""
     nesting = plan.plates.nesting
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
-    lacking, observed = call.lacking, current.derived.observed.intersection(group.members)
-    group = (
-        group.without(lacking, current.derived.observed)
-        if lacking or current.derived.observed
-        else group
-    )
+    observed = current.derived.observed.intersection(group.members)
+    group = group.without(call.lacking, current.derived.observed)
     options: dict[str, Any] = {}
     if group.depths:
         options["sizes"] = current.derived.sizes.setdefault(

@@ -30,8 +30,6 @@ __all__ = ["element_reads", "without_predictive"]
 
 # elements of all sites together; each of them takes some runs of the model, so ten times as many take minutes
 MOST_ELEMENTS = 256
-# draws at which every element is changed; at further draws only elements that nothing seems to read
-FULL_DRAWS = 2
 
 
 def element_reads(
@@ -110,9 +108,12 @@ def _reads(
     """Returns child -> boolean ``(its elements, elements of the site)``: which of them depend on each other."""
     reads = {t: torch.zeros(counts[t], counts[name], dtype=torch.bool) for t in children}
     held = {*first.net.latent, *first.options.observed}
-    for number, draw in enumerate(first.draws):
-        seen = torch.cat([*reads.values()]).any(0)
-        looked = torch.arange(counts[name])[~seen | (number < FULL_DRAWS)].tolist()
+    num_found = -1
+    for draw in first.draws:
+        # every element while draws show something new; from then on those that nothing seems to read
+        all_reads = torch.cat([*reads.values()])
+        is_new, num_found = int(all_reads.sum()) > num_found, int(all_reads.sum())
+        looked = torch.arange(counts[name])[~all_reads.any(0) | is_new].tolist()
         values = {u: value for u, value in draw.items() if u in held}
         try:
             if looked and not _note_moves(first, name, values, reads, looked):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pyro_nami.deriving.bounded import LinearBernoulli
 from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import TOLERANCE, Expansion, expanding
+from pyro_nami.deriving.in_turn import InTurn, Order
+from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.registry import make_family
 from pyro_nami.factors.types import type_of
@@ -14,7 +18,6 @@ from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site
-from pyro_nami.guide.bound_factors import bound_factors, in_turn, is_corrected
 from pyro_nami.guide.columns import find_covariates
 from pyro_nami.guide.element_reads import element_reads, without_predictive
 from pyro_nami.guide.first_call import FirstCall
@@ -33,6 +36,9 @@ from pyro_nami.parameters.factor_groups import Dependence, Factor
 from pyro_nami.parameters.free_parameters import MOST_COUPLED
 
 __all__ = ["PlannedFactors", "plan_factors"]
+
+# of a latent's and a datum's elements, of one instance, for latents to be drawn in turn
+MOST_PAIRS = 2e4
 
 
 class PlannedFactors(NamedTuple):
@@ -59,7 +65,7 @@ def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
     corrected = {
         name
         for name, group in groups.items()
-        if group.form == "Newton" or is_corrected(first, group)
+        if group.form == "Newton" or _is_corrected(first, group)
     }
     # latents whose Normals about a mode networks bend
     bent = {name for name in corrected if groups[name].form != "Bernoulli"}
@@ -91,9 +97,9 @@ def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
         for name in latents
         if name in corrected or name not in groups
     }
-    turned = {group: in_turn(first, group, factors) for group in dict.fromkeys(groups.values())}
+    turned = {group: _in_turn(first, group, factors) for group in dict.fromkeys(groups.values())}
     groups = {name: turned[group] for name, group in groups.items()}
-    bounds = bound_factors(first, groups, reads, plates)
+    bounds = _bound_factors(first, groups, reads, plates)
     used = {child for group in groups.values() for child in group.children if child not in empty}
     for factor in (*factors.values(), *bounds.values()):
         used.update(*map(nodes_of, factor.sources))
@@ -229,3 +235,79 @@ def _factor_of(
         dependence,
         parts=parts,
     )
+
+
+def _bound_factors(
+    first: FirstCall,
+    groups: Mapping[str, ConjugateGroup],
+    reads: Mapping[str, Mapping[Any, Read]],
+    plates: Plates,
+) -> dict[str, Factor]:
+    """Returns observed child -> the factor whose network gives its bound's parameters, one for each element.
+
+    They read what all latents read whose conditionals are by that bound.
+    """
+    found = {}
+    for group in groups.values():
+        for child in group.children if group.bound == "bounded" else ():
+            fn = first.nodes[child]["fn"]
+            members = [name for name in group.members if first.net.graph.has_edge(name, child)]
+            nodes = set.intersection(*(set(reads[name]) for name in members)) - set(group.members)
+            if bound_for(fn) is None:
+                continue
+            batch = plates.closure(first.frames[child])
+            frames = {node: first.frames[site_of(node)] for node in nodes}
+            sources = plan_sources(batch, {node: Read() for node in nodes}, frames, plates)
+            found[child] = Factor(
+                ("bound", child), batch, (), fn.event_shape.numel(), 1, 1, sources
+            )
+    return found
+
+
+def _is_corrected(first: FirstCall, group: ConjugateGroup) -> bool:
+    """Whether networks correct conditionals by a bound: where the inverse lets latents depend on each other."""
+    options = first.options
+    return (
+        group.bound == "bounded"
+        and options.inverse != "mean_field"
+        and options.within == "autoregressive"
+    )
+
+
+def _in_turn(
+    first: FirstCall, group: ConjugateGroup, factors: Mapping[str, Factor]
+) -> ConjugateGroup:
+    """Returns the group with its binary members drawn in turn, if the conditions below hold; else the group as it is.
+
+    Conditionals have to be corrected, instances to be told apart where children tell them apart, elements and data to
+    be few enough, and the model to run at all unit vectors at once, with predictors linear in them.
+    """
+    if group.form != "Bernoulli" or not _is_corrected(first, group):
+        return group
+    frames, own = first.frames, [factors[name] for name in group.members]
+    apart = all(
+        frames[factor.name] - set(factor.joint) <= frames[child]
+        and frames[child].isdisjoint(factor.joint)
+        for factor in own
+        for child in group.children
+    )
+    events = sum(first.nodes[child]["fn"].event_shape.numel() for child in group.children)
+    if not apart or events * sum(factor.num_elements for factor in own) > MOST_PAIRS:
+        return group
+    dims, sizes = first.plates.dims, first.plates.sizes
+    orders = {
+        factor.name: Order(
+            factor.num_elements, [dims[p] for p in factor.joint], [sizes[p] for p in factor.joint]
+        )
+        for factor in own
+    }
+    nesting, draw = first.plates.nesting, first.draws[0]
+    bounded: Expansion = LinearBernoulli(group, (1,) * nesting, nesting, False, orders=orders)
+    try:
+        with expanding():
+            units = bounded.solve(first.run({**draw, **bounded.points}, bounded.until))
+            assert isinstance(units, InTurn)
+            units.solve(first.run({**draw, **units.points}, units.until))
+        return group._replace(in_turn=units.error() < TOLERANCE)
+    except Exception:  # noqa: BLE001  whatever a model does at several points
+        return group

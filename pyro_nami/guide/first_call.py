@@ -81,7 +81,10 @@ class FirstCall(NamedTuple):
     @property
     def is_compiled(self) -> bool:
         """Whether this is a first call in an objective that Pyro compiles."""
-        return _is_compiled()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") != "pyro.ops.jit":
+            frame = frame.f_back
+        return frame is not None or torch.jit.is_tracing()
 
     def read_where_masked(self) -> frozenset[str]:
         """Returns the latents that something reads where the model masks their density; by runs of the model."""
@@ -162,7 +165,8 @@ def first_call(
     restless = _moved_by(random_layers, program, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
-    stacks = _stacks(nodes, net)
+    # site -> the frames of the vectorized plates around it
+    stacks = {name: frames_of(nodes[name]) for name in net.sites if name in nodes}
     passing = frozenset(name for name in stacks if is_passing(nodes[name]))
     _check_passing(nodes, passing)
     plates = _plates(stacks.values(), net, {*subsampled, *subsamples(nodes)})
@@ -180,11 +184,6 @@ def first_call(
         passing=passing,
         unread=passing.union(name for name in moving if not stacks[name]),
     )
-
-
-def _stacks(nodes: Mapping[str, Any], net: BayesNet) -> dict[str, list]:
-    """Returns site -> the frames of the vectorized plates around it."""
-    return {name: frames_of(nodes[name]) for name in net.sites if name in nodes}
 
 
 def _moved_by(
@@ -226,13 +225,6 @@ def _outermost(stack: list, plates: Plates, along: Collection[str]) -> list[str]
     """Returns the outermost plate of a stack, or the one that is in ``along``, as a list of at most one."""
     names = sorted((frame.name for frame in stack), key=plates.order.index)
     return ([name for name in names if name in along] or names)[:1]
-
-
-def _is_compiled() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "pyro.ops.jit":
-        frame = frame.f_back
-    return frame is not None or torch.jit.is_tracing()
 
 
 def _plates(stacks: Collection[list], net: BayesNet, subsampled: Collection[str]) -> Plates:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,9 +27,10 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.first_call import FirstCall
-from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.one_pass import Pass, sum_plates
 from pyro_nami.guide.plan import Plan
 from pyro_nami.program.flat_priors import CUT, MOST_LOST
+from pyro_nami.program.initial_values import PRIOR_DRAWS
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
@@ -39,8 +39,6 @@ from pyro_nami.program.site_values import any_value
 
 __all__ = ["CHECKED_DRAWS", "check_tables", "first_ones", "marginal"]
 
-# draws of a prior, over which the first grid reaches; a search that begins too narrow takes more steps
-PRIOR_SAMPLES = 256
 CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
 # standard deviation of a table's error in nats, of what is taken for exact: weights vary by 3% then
 MAX_ERROR = 0.03
@@ -81,22 +79,17 @@ def _fits_grid(first: FirstCall, name: str) -> bool:
     site = first.nodes[name]
     support = support_of(site["fn"])
     parents = set(first.net.graph.predecessors(name))
-    is_number = not first.frames[name] and site["fn"].event_shape.numel() == 1
+    is_number = not first.frames[name] and math.prod(site["fn"].event_shape) == 1
     are_known = not has_tensor_bounds(support) or parents <= set(first.net.observed)
     is_free = name not in (first.options.families or ()) and own_mask(site) is None
     return is_number and not support.is_discrete and are_known and is_free
 
 
-def marginal(
-    plan: Plan, call: Call, current: Pass, group: ConjugateGroup, derive: Callable
-) -> Marginal:
-    """Returns the grid's conditionals for a call; a kept grid is used while data and arguments are the same.
-
-    ``derive`` is `pyro_nami.guide.derivation.derive`.
-    """
+def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Marginal:
+    """Returns the grid's conditionals for a call; a kept grid is used while data and arguments are the same."""
     leaves = tree_leaves([call.program.args, call.program.kwargs, call.values, call.held])
     known, found, seen = call.derived.tables.get(group, (None, None, None))
-    joint = _Joint.of(plan, call, current, derive)
+    joint = _Joint(plan, call, current)
     same = known is not None and known.are(leaves)
     sites = joint.sites_if_same(seen) if same else None
     if sites is None:
@@ -113,9 +106,7 @@ def marginal(
     return found
 
 
-def check_tables(
-    plan: Plan, call: Call, current: Pass, derive: Callable
-) -> tuple[str, dict[str, str]]:
+def check_tables(plan: Plan, call: Call, current: Pass) -> tuple[str, dict[str, str]]:
     """Checks draws of the first latents from a grid, and of all others given them.
 
     Returns:
@@ -126,7 +117,7 @@ def check_tables(
     group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
     if group is None:
         return "", {}
-    joint = _Joint.of(plan, call, current, derive)
+    joint = _Joint(plan, call, current)
     if points_of(group) > rows_in_memory(joint.rows()):
         return "a grid for all rows of data is too large", {}
     try:
@@ -176,14 +167,12 @@ class _Joint(NamedTuple):
     plan: Plan
     call: Call
     current: Pass
-    derive: Callable
-    leading: torch.Size  # sizes of the data's batch dims, and 1 for each plate dim
 
-    @classmethod
-    def of(cls, plan: Plan, call: Call, current: Pass, derive: Callable) -> _Joint:
-        """Returns the marginal density for the data of a call."""
-        leading = leading_shape(call.values, plan.event_dims, plan.plates.nesting)
-        return cls(plan, call, current, functools.partial(derive, plan, call), leading)
+    @property
+    def leading(self) -> torch.Size:
+        """Sizes of the data's batch dims, and 1 for each plate dim."""
+        plan = self.plan
+        return leading_shape(self.call.values, plan.event_dims, plan.plates.nesting)
 
     def rows(self) -> int:
         """Returns the number of values of the site that has most, at all points of further grids."""
@@ -222,13 +211,13 @@ class _Joint(NamedTuple):
             return Marginal(group, layouts, like, box, self.log_density)
 
     def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
-        """Returns draws from a prior in unconstrained space; numbers about the initial value from an improper one."""
+        """Returns draws from a prior in unconstrained space, or numbers about the initial value if it is improper."""
         try:
-            return layout.elements(prior.sample((PRIOR_SAMPLES,))).flatten().double()
+            return layout.elements(prior.sample((PRIOR_DRAWS,))).flatten().double()
         except NotImplementedError:
             start = layout.elements(self.plan.initial[name]).flatten().double()
             return start + torch.linspace(
-                -1, 1, PRIOR_SAMPLES, dtype=start.dtype, device=start.device
+                -1, 1, PRIOR_DRAWS, dtype=start.dtype, device=start.device
             )
 
     def seen(self, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
@@ -261,7 +250,7 @@ class _Joint(NamedTuple):
 
     def with_others(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
         """Returns a pass in which all others are drawn given values, and the log density of the others."""
-        inner = self.current.beside(self.plan.rules, self.derive, at)
+        inner = self.current.beside(self.plan.rules, at)
         passed = {*at, *self.call.lacking, *self.call.from_prior, *self.call.held}
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
         for name in (name for name in self.plan.order if name not in passed):
@@ -271,7 +260,8 @@ class _Joint(NamedTuple):
             fn = fn.expand(broadcast(fn.batch_shape, plate_shape(site)))
             value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
             inner.note_bounds(name, fn)
-            terms.append(_summed(rule.masked(fn.log_prob(value), site), self.plan.plates.nesting))
+            log_prob = rule.masked(fn.log_prob(value), site)
+            terms.append(sum_plates(log_prob.double(), self.plan.plates.nesting))
         return inner, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
     def _sites(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -281,14 +271,8 @@ class _Joint(NamedTuple):
         """Returns the log density in nats of values and data, ``(points, *batch)``, at the sites of their run."""
         known = values.keys() | set(self.plan.bayesnet.observed)
         terms = [
-            _summed(log_density_of(sites[name]), self.plan.plates.nesting)
+            sum_plates(log_density_of(sites[name]).double(), self.plan.plates.nesting)
             for name in sites
             if name in known
         ]
         return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
-
-
-def _summed(log_prob: Tensor, nesting: int) -> Tensor:
-    """Returns log densities summed over plates, in doubles, as ``(*batch)``."""
-    dims = tuple(range(-min(nesting, log_prob.dim()), 0))
-    return log_prob.double().sum(dims) if dims else log_prob.double()

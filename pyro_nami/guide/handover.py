@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -31,12 +32,13 @@ def hand_over(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
         >>> new.tolist()
         [0.5, 0.5, 0.5]
     """
-    if not _hooks:  # one for all guides, as none may be removed while torch goes through them
-        _hooks.append(register_optimizer_step_pre_hook(_adopt))
+    _register()
     _waiting.append((list(map(weakref.ref, before)), list(map(weakref.ref, after))))
 
 
-_hooks: list[Any] = []
+@functools.cache  # one for all guides, as none may be removed while torch goes through them
+def _register() -> Any:
+    return register_optimizer_step_pre_hook(_adopt)
 
 
 def _adopt(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

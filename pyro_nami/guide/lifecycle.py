@@ -68,11 +68,6 @@ class LazyGuide(AutoGuide):
 
     # ---- the first call
 
-    @property
-    def _assembly(self) -> Plan:
-        """The plan, by the name that the check of a second device knows."""
-        return self._plan
-
     def _made(self) -> Plan:
         if self._plan is None:
             raise RuntimeError(
@@ -90,11 +85,7 @@ class LazyGuide(AutoGuide):
         subsampled = self._subsampled(*args, **kwargs)
         plan, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
         self._plan, self.network = plan, network
-        mode = self._options.mode or (Mode.AMORTIZED if plan.semi_observed else Mode.FIXED)
-        is_asked = self._options.mode is not None
-        self._reader = CallReader(
-            plan, self._options.covariates, self._options.index_maps, mode, is_asked
-        )
+        self._reader = CallReader(plan, self._options)
         for name in [
             name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)
         ]:
@@ -196,7 +187,11 @@ class LazyGuide(AutoGuide):
                 )
         # of several data sets, whose values the model's runs hold, it sees the first
         if "observations" in kwargs:
-            kwargs = {**kwargs, "observations": _first_set(observations, plan)}
+            first_set = {
+                name: plan.first_of(name, value) if torch.is_tensor(value) else value
+                for name, value in observations.items()
+            }
+            kwargs = {**kwargs, "observations": first_set}
         plates = self._create_plates(*args, **kwargs)
         call = Call(Program(plan.for_many(self.model), args, kwargs))
         self.network.backward = backward = Backward()
@@ -444,14 +439,6 @@ class LazyGuide(AutoGuide):
             self._reader.apply(fn, plan)
             self._set_plan(plan)
         return self
-
-
-def _first_set(observations: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Returns the values of the first of several data sets."""
-    return {
-        name: plan.first_of(name, value) if torch.is_tensor(value) else value
-        for name, value in observations.items()
-    }
 
 
 def _picklable(model: Any) -> bool:

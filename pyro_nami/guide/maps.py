@@ -66,8 +66,16 @@ class MapReader:
             each.plate: max(sites[name]["fn"].batch_shape[each.dim] for name in each.values)
             for each in plan.map_plans
         }
-        table = self._table(call, leaves)
-        maps = self._from_user(call, sizes) | self._from_table(call, table)
+        maps = self._from_user(call, sizes)
+        known = self._rows(call, leaves)
+        parts = [
+            pair for pair in self._pairs if pair[0] in call.indices and pair[1] not in call.indices
+        ]
+        for pair in parts:
+            rows = known.setdefault(pair, {})
+            index = [rows.get(row, -1) for row in call.indices[pair[0]].tolist()]
+            if pair not in maps and -1 not in index:
+                maps[pair] = torch.tensor(index, device=plan.factory["device"])
         slots = {
             pair: leaves[i]
             for pair, i in self._slots.items()
@@ -78,7 +86,8 @@ class MapReader:
         wanted = [pair for pair in self._pairs if pair not in maps]
         if wanted:
             maps |= find_maps(run, self._plans(wanted), held)
-            self._fill_table(call, table, {pair: maps[pair] for pair in wanted})
+            for pair in parts:
+                known[pair].update(zip(call.indices[pair[0]].tolist(), maps[pair].tolist()))
             for pair in wanted:
                 for i, leaf in enumerate(leaves):
                     if _equal(leaf, maps[pair]):
@@ -115,33 +124,12 @@ class MapReader:
             maps[pair] = index.to(self.plan.factory["device"])
         return maps
 
-    def _table(self, call: Call, leaves: Sequence[Any]) -> dict[Pair, Tensor]:
-        """Returns what is known of the maps of full plates, -1 for rows that no call had; whichever rows a call has."""
+    def _rows(self, call: Call, leaves: Sequence[Any]) -> dict[Pair, dict[int, int]]:
+        """Returns what earlier calls on the same arguments, whichever rows they had, told of maps: row -> instance."""
         rows = [id(index) for index in call.indices.values()]
         others = [leaf for leaf in leaves if id(leaf) not in rows]
-        table: dict[Pair, Tensor] = self._cache.get("rows of index maps", others, dict)
-        return table
-
-    def _from_table(self, call: Call, table: Mapping[Pair, Tensor]) -> dict[Pair, Tensor]:
-        """Returns the maps of the rows of subsampled plates, where all of them were met before."""
-        maps = {}
-        for (rows, plate), full in table.items():
-            if rows in call.indices and bool(((index := full[call.indices[rows]]) >= 0).all()):
-                maps[rows, plate] = index
-        return maps
-
-    def _fill_table(
-        self, call: Call, table: dict[Pair, Tensor], maps: Mapping[Pair, Tensor]
-    ) -> None:
-        for (rows, plate), index in maps.items():
-            if rows in call.indices and plate not in call.indices:
-                where = call.indices[rows]
-                size = max(
-                    self.plan.bayesnet.plate_sizes[rows], int(where.max()) + 1 if len(where) else 0
-                )
-                full = table.get((rows, plate), where[:0])
-                more = index.new_full((max(size - len(full), 0),), -1)
-                table[rows, plate] = torch.cat((full, more)).index_put((where,), index)
+        known: dict[Pair, dict[int, int]] = self._cache.get("rows of index maps", others, dict)
+        return known
 
 
 def _is_map(index: Any, size: int) -> bool:

@@ -16,7 +16,7 @@ from pyro_nami.guide.arguments import Cache
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.plan import Plan
 from pyro_nami.networks.running import tempered
-from pyro_nami.parameters.conditioning import covariates_of
+from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 
@@ -41,13 +41,12 @@ def tell_observed(
         found: Tensor = cache.get(("features", node), [value], made)
         return found
 
-    for name in call.lacking.intersection(plan.order):
-        state.put(name, _blank(name, name, plan, call, network))
-    for name in call.lacking.intersection(plan.columns).difference(call.covariates):
-        state.put(covariates_of(name), _blank(covariates_of(name), name, plan, call, network))
+    unseen = [name for name in plan.read if name not in call.values]
+    lacking = call.lacking.intersection(plan.columns).difference(call.covariates)
+    for node in (*call.lacking.intersection(plan.order), *unseen, *map(covariates_of, lacking)):
+        state.put(node, _blank(node, plan, call, network))
     for name in plan.read:
-        if name not in call.values:
-            state.put(name, _blank(name, name, plan, call, network))
+        if name in unseen:
             continue
         found = features(name, call.values[name])
         column = plan.covariates.mask_column(name)
@@ -73,10 +72,10 @@ def _features(node: Any, value: Tensor, plan: Plan, network: InverseNetwork) -> 
     return tempered(network.standardize(node, features))
 
 
-def _blank(node: Any, site: str, plan: Plan, call: Call, network: InverseNetwork) -> Tensor:
+def _blank(node: Any, plan: Plan, call: Call, network: InverseNetwork) -> Tensor:
     """Returns features of a node whose site a call lacks: average ones, and none in plates that the call lacks."""
     plates, shape = plan.plates, [1] * plan.plates.nesting
-    for plate in plan.sites[site].plates:
+    for plate in plan.sites[site_of(node)].plates:
         if plate in plan.blocks:
             shape[plates.dims[plate]] = plates.sizes[plate]
         elif plate not in call.frames:

@@ -22,7 +22,7 @@ from pyro_nami.networks.stepped import concatenated
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.flat_priors import MOST_LOST
 
-__all__ = ["DerivedGroups", "Outside", "Pass", "Term"]
+__all__ = ["DerivedGroups", "Outside", "Pass", "Term", "sum_plates"]
 
 
 class Term(NamedTuple):
@@ -72,12 +72,6 @@ class DerivedGroups:
     def lost(self) -> dict[str, float]:
         """Returns what share of latents with flat priors is out of bounds, by these draws."""
         return {name: float(fn.lost.mean()) for name, fn in self.boxed.items()}
-
-    def finite(self) -> dict[str, Tensor]:
-        """Returns latent -> where its exact conditional is finite."""
-        return {
-            name: each for solved in self.solved.values() for name, each in solved.finite.items()
-        }
 
 
 class Outside:
@@ -165,11 +159,9 @@ class Pass:
         self.freedom: dict[str, Tensor] = {}
         self._terms: dict[tuple, list[Term]] = {}
 
-    def beside(
-        self, rules: Mapping[str, Any], derive: Callable, values: Mapping[str, Tensor]
-    ) -> Pass:
+    def beside(self, rules: Mapping[str, Any], values: Mapping[str, Tensor]) -> Pass:
         """Returns another pass, by other rules, in which values of some latents are known."""
-        other = Pass(rules, self._families, self.state, derive, Outside(), validate=False)
+        other = Pass(rules, self._families, self.state, self._derive, Outside(), validate=False)
         other.values.update(values)
         return other
 
@@ -254,7 +246,12 @@ class Pass:
         sums = [value.detach().sum() for value in returned.values()] if self.validate else []
         if not sums:
             return
-        finite = self.derived.finite()
+        # latent -> where its exact conditional is finite
+        finite = {
+            name: each
+            for solved in self.derived.solved.values()
+            for name, each in solved.finite.items()
+        }
         whole = [torch.stack([each.all() for each in finite.values()]).all()] if finite else []
         total, *whole = torch.stack([torch.stack(sums).sum(), *whole]).tolist()
         if not all(whole):
@@ -291,3 +288,9 @@ class Pass:
                     "its prior stands in for it there. Look for infinite data and for scales near zero, and mask rows "
                     f"that are to say nothing; rules={{'{name}': 'learned'}} does without the exact conditional."
                 )
+
+
+def sum_plates(log_prob: Tensor, nesting: int) -> Tensor:
+    """Returns log densities summed over the plate dims, the rightmost ``nesting``."""
+    dims = tuple(range(-min(nesting, log_prob.dim()), 0))
+    return log_prob.sum(dims) if dims else log_prob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
@@ -41,9 +41,12 @@ def find_order(
     inverse, order, interleaved, groups = _searched(first, finder)
     refused = dict(finder.tests.refused) if finder else {}
     lost = set(finder.tests.lost) if finder else set()
-    _log_learned_modes(
-        [name for name in refused if refused[name] == COMPILED and name not in groups]
-    )
+    compiled = [name for name in refused if refused[name] == COMPILED and name not in groups]
+    if compiled:
+        logging.getLogger(__name__).warning(
+            "Learned, as the objective is compiled, where plain objectives derive modes: %s.",
+            ", ".join(map(repr, sorted(compiled))),
+        )
     marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
     if marginal and flaw:
         told = refused.keys() & set(marginal.members)
@@ -131,14 +134,6 @@ def invert(
             f"{sorted(map(str, missing))}. Invert `extract_bayesnet(model, ...)` of the same model."
         )
     return result
-
-
-def _log_learned_modes(latents: Collection[str]) -> None:
-    if latents:
-        logging.getLogger(__name__).warning(
-            "Learned, as the objective is compiled, where plain objectives derive modes: %s.",
-            ", ".join(map(repr, sorted(latents))),
-        )
 
 
 def _check_rules(

@@ -7,7 +7,7 @@ function from a call to a call that knows more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from pyro_nami.guide.arguments import Cache, Look, Looks
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.maps import MapReader
+from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.messages import warn
 from pyro_nami.program.first_run import is_latent, is_passing
@@ -35,19 +36,13 @@ class OwnData:
 
     Args:
         plan: the guide's.
-        covariates, index_maps: the guide's options of these names.
+        options: the guide's.
         cache: keeps what was found for as long as the arguments are the same.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        covariates: Any,
-        index_maps: Mapping[tuple[str, str], Callable],
-        cache: Cache,
-    ) -> None:
-        self.plan, self._option, self._cache = plan, covariates, cache
-        self._maps = MapReader(plan, index_maps, cache)
+    def __init__(self, plan: Plan, options: Options, cache: Cache) -> None:
+        self.plan, self._option, self._cache = plan, options.covariates, cache
+        self._maps = MapReader(plan, options.index_maps, cache)
         self._looks = Looks()
 
     def all_of(self, call: Call) -> Call:
@@ -80,7 +75,7 @@ class OwnData:
         complete = all(name in call.values for name in plan.read)
         alone = look is not None and complete and (plan.sampling.interleaved or not draws)
         if not alone or plan.plates.subsampled or look is not None and look.varying:
-            call = _from_run(call, plan, plates)
+            call = _from_run(call, plan, plates, with_gradient=look is None)
         if look is None:
             own = {name: value for name, value in call.values.items() if name not in given}
             look = _look_at(call, own, plan)
@@ -106,8 +101,7 @@ class OwnData:
             return covariate_values(
                 self.plan.covariates,
                 self._option,
-                call.program.args,
-                call.program.kwargs,
+                call.program,
                 lambda reference: call.run(reference, broadcast=True),
                 call.lacking,
             )
@@ -126,19 +120,11 @@ def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
         if isinstance(argument, Tensor) and argument is value and not plan.plates.subsampled
     }
     own_data = any(name in own and name not in slots for name in plan.semi_observed)
-    made = [name for name in own if name not in slots] if not plan.plates.subsampled else []
-    return Look(slots, bool(call.lacking or call.from_prior or own_data), _moving(call, plan, made))
-
-
-def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
-    """Returns the observed sites whose values depend on the model's parameters."""
-    if not names:
-        return frozenset()
-    with forked_rng(), torch.enable_grad():
-        sites = call.run(plan.initial, broadcast=True)
-    return frozenset(
-        name for name in names if getattr(sites[name]["value"], "requires_grad", False)
-    )
+    made = own.keys() - slots.keys() if not plan.plates.subsampled else set[str]()
+    sites = call.sites
+    moving = [name for name in made if getattr(sites[name]["value"], "requires_grad", False)]
+    is_varying = bool(call.lacking or call.from_prior or own_data)
+    return Look(slots, is_varying, frozenset(moving))
 
 
 def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:
@@ -165,8 +151,13 @@ def _from_arguments(call: Call, plan: Plan, slots: Mapping[str, int | str]) -> C
     )
 
 
-def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
-    """The third source: a run of the model at reference values of the latents, for what it observes itself."""
+def _from_run(
+    call: Call, plan: Plan, plates: Mapping[str, pyro.plate], with_gradient: bool
+) -> Call:
+    """The third source: a run of the model at reference values of the latents, for what it observes itself.
+
+    ``with_gradient`` says whether the run shows which values move with parameters of the model.
+    """
     subsampled = plan.plates.subsampled
     indices = {
         **call.indices,
@@ -178,14 +169,20 @@ def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
         name: value for name, value in plan.initial.items() if name not in plan.semi_observed
     }
     # a choice of instances is the user's
-    with torch.no_grad(), nullcontext() if shown else forked_rng():
+    with torch.set_grad_enabled(with_gradient), nullcontext() if shown else forked_rng():
         sites = replace(call, indices=indices).run(latents, shown=shown, broadcast=True)
     indices.update({name: sites[name]["value"] for name in shown if name in sites})
     fresh = [name for name in sites if name not in plan.names and not is_passing(sites[name])]
     new = tuple(name for name in fresh if is_latent(sites[name]))
     for name in new[:1]:
         warn(f"{new_site(name)} It is drawn from the model's own conditional.")
-    for name in [name for name in fresh if _is_data(sites[name])][:1]:
+    unread = [
+        name
+        for name in fresh
+        if sites[name]["is_observed"]
+        and not (is_fixed(sites[name]) or site_is_subsample(sites[name]))
+    ]
+    for name in unread[:1]:
         warn(f"{new_site(name)} Its data is not read.")
     found = {
         name: _as_tensor(sites[name]["value"], plan)
@@ -218,9 +215,6 @@ def _with_own(call: Call, plan: Plan, found: Mapping[str, Tensor]) -> Call:
 
 
 def _as_tensor(value: Any, plan: Plan) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, **plan.factory)
-
-
-def _is_data(site: Any) -> bool:
-    """Whether a run observes a value at a site."""
-    return site["is_observed"] and not is_fixed(site) and not site_is_subsample(site)
+    if not isinstance(value, Tensor):
+        return torch.as_tensor(value, **plan.factory)
+    return value if value.is_leaf else value.detach()

@@ -18,6 +18,7 @@ from pyro_nami.guide.arguments import Cache, is_array
 from pyro_nami.guide.call import Call, Reading, TrainedAnswer, sites_of, target_of
 from pyro_nami.guide.memory import Memory
 from pyro_nami.guide.mode import Change, Data, Mode
+from pyro_nami.guide.options import Options
 from pyro_nami.guide.own_data import OwnData
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
@@ -34,6 +35,7 @@ __all__ = ["CallReader", "has_first_sizes"]
 
 # the node of all of them, where data are made of parameters
 _ARGUMENTS = ("arguments of the model",)
+NOT_SAVED = "A loaded guide has the data of its training only if it was saved with save_data=True"
 
 
 class _Step(NamedTuple):
@@ -49,21 +51,14 @@ class CallReader:
 
     Args:
         plan: the guide's; another one may take its place.
-        covariates, index_maps: the guide's options of these names.
-        mode: the guide's; ``is_asked`` says whether its user asked for it, so that it is not to change.
+        options: the guide's.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        covariates: Any,
-        index_maps: Mapping[tuple[str, str], Callable],
-        mode: Mode,
-        is_asked: bool,
-    ) -> None:
-        self._options = covariates, index_maps
+    def __init__(self, plan: Plan, options: Options) -> None:
+        self._options = options
         self.cache = Cache()
-        self.memory, self._is_asked = Memory(mode, self.cache), is_asked
+        mode = options.mode or (Mode.AMORTIZED if plan.semi_observed else Mode.FIXED)
+        self.memory = Memory(mode, self.cache)
         self.follow(plan)
         self._open: list[_Step] = []  # of which this is not known yet
         self._latest_surroundings: Surroundings | None = None
@@ -146,7 +141,7 @@ class CallReader:
         change = memory.history.step(step.reading.data or {})
         if step.reading.data != memory.history.current:
             self.differing = step.reading
-        if change is Change.MINIBATCHES and not self._is_asked:
+        if change is Change.MINIBATCHES and self._options.mode is None:
             memory.mode = Mode.MINIBATCHES
         elif change is Change.MINIBATCHES:
             self._tell(
@@ -161,7 +156,7 @@ class CallReader:
 
     def follow(self, plan: Plan) -> None:
         """Goes by another plan from now on, and forgets what was found for the arguments of earlier calls."""
-        self.plan, self.own = plan, OwnData(plan, *self._options, self.cache)
+        self.plan, self.own = plan, OwnData(plan, self._options, self.cache)
         self.cache.clear()
         self.memory.forget_derived()
 
@@ -354,7 +349,11 @@ class CallReader:
         answer = self._trained_call(call.program.model)
         if answer is None:
             if self.plan.read or self.plan.groups:
-                raise ValueError(_other_data(next(iter(self.plan.read or self.plan.groups))))
+                site = next(iter(self.plan.read or self.plan.groups))
+                raise ValueError(
+                    f"Expected the data of '{site}' that the loaded guide was trained on; this call brings others. "
+                    f"{NOT_SAVED}: call it once with these, then with others."
+                )
             return own
         answer = self._answer(answer, call, own, is_step=backward is not None)
         if backward is not None and not tracing and answer.target is not None:
@@ -411,7 +410,12 @@ class CallReader:
         if not absent:
             return self._with_kept(self.own.completed(own))
         if not moving.issuperset(absent):
-            raise ValueError(_no_data(absent[0]))
+            site = absent[0]
+            raise ValueError(
+                f"Expected data for the observed site '{site}'; this call brings none, and the guide has seen none. "
+                "Pass the data that the guide is to answer for as the model takes them, or as "
+                f"observations={{'{site}': value}}. {NOT_SAVED}: call it once with these."
+            )
         open_names = [name for name in plan.order if name not in own.lacking]
         unseen = [name for name in open_names if not plan.data_of(name).isdisjoint(absent)]
         names, sites = ", ".join(map(repr, unseen)), ", ".join(map(repr, absent))
@@ -495,21 +499,6 @@ def _is_step() -> bool:
     """Whether this is a step of `pyro.infer.SVI`, which captures parameters, so that a backward pass will follow."""
     return any(
         isinstance(handler, TraceMessenger) and handler.param_only for handler in _PYRO_STACK
-    )
-
-
-def _no_data(site: str) -> str:
-    return (
-        f"Expected data for the observed site '{site}'; this call brings none, and the guide has seen none. Pass the "
-        f"data that the guide is to answer for as the model takes them, or as observations={{'{site}': value}}. A "
-        "loaded guide has the data of its training only if it was saved with save_data=True: call it once with these."
-    )
-
-
-def _other_data(site: str) -> str:
-    return (
-        f"Expected the data of '{site}' that the loaded guide was trained on; this call brings others. The guide has "
-        "the data of its training only if it was saved with save_data=True: call it once with these, then with others."
     )
 
 

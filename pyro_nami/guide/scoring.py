@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_nami.guide.draw import densities, know_all, start_pass
 from pyro_nami.guide.first_latents import CHECKED_DRAWS
 from pyro_nami.guide.lifecycle import LazyGuide
-from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.one_pass import Pass, sum_plates
 from pyro_nami.guide.plan import Plan, new_site
 from pyro_nami.guide.rules import Exact, Located
 from pyro_nami.parameters.regression import regress
@@ -100,12 +100,12 @@ class DensityGuide(LazyGuide):
             for log_prob in densities(
                 start_pass(plan, state, call), plan, call, values, sites, names
             ):
-                total = total + _sum_plates(log_prob, plan.plates.nesting)
+                total = total + sum_plates(log_prob, plan.plates.nesting)
             if target is not None and target.fresh:
                 fresh = _left_of_plates(latents, plan, plan.rules.keys() - target.fresh)
                 sites = target.call.run({**values, **fresh}, until=fresh)
                 for name in fresh:
-                    total = total + _sum_plates(log_density_of(sites[name]), plan.plates.nesting)
+                    total = total + sum_plates(log_density_of(sites[name]), plan.plates.nesting)
             return total
 
     @torch.no_grad()
@@ -168,12 +168,12 @@ def _misfits(
         rule = current.rules[name]
         if rule.group is not None:
             each: Any = rule.log_prob(current, value, sites[name])
-            own = _sum_plates(each, nesting)
+            own = sum_plates(each, nesting)
             low = torch.zeros_like(own, dtype=torch.bool)
             if isinstance(rule, (Exact, Located)) and sites[name]["mask"] is None:
                 fn = rule.distribution(current, each.shape, None)
                 try:
-                    low = own < _sum_plates(fn.log_prob(fn.sample((CHECKED_DRAWS,))), nesting).amin(
+                    low = own < sum_plates(fn.log_prob(fn.sample((CHECKED_DRAWS,))), nesting).amin(
                         0
                     )
                 except torch.OutOfMemoryError:
@@ -220,11 +220,3 @@ def _left_of_plates(
             )
         values[name] = value.reshape(value.shape[:1] + (1,) * (nesting - depth) + value.shape[1:])
     return values
-
-
-def _sum_plates(log_prob: Tensor, nesting: int) -> Tensor:
-    """Sums over the plate dims, the rightmost ``nesting``."""
-    if nesting == 0:
-        return log_prob
-    log_prob = log_prob[(None,) * max(0, nesting - log_prob.dim())]
-    return log_prob.sum(tuple(range(-nesting, 0)))

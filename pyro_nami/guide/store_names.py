@@ -67,17 +67,16 @@ def give_to_store(module: PyroModule) -> None:
 
 def warn_of_other_weights(module: PyroModule) -> None:
     """Logs a warning where the store has other weights under the names of a module that was unpickled."""
-    if any(not _are_same(value, other) for _, value, other in _pairs(module)):
+    if any(
+        other is not value and not torch.equal(other.detach().to(value), value)
+        for _, value, other in _pairs(module)
+    ):
         logging.getLogger("pyro_nami").warning(
             "The parameter store holds other weights under the names of the loaded guide '%s', and Pyro computes with "
             "the weights of the store. Call pyro.clear_param_store() before the guide is loaded, or use "
             "pyro.settings.set(module_local_params=True).",
             module._pyro_name,
         )
-
-
-def _are_same(value: Tensor, other: Tensor) -> bool:
-    return other is value or torch.equal(other.detach().to(value), value)
 
 
 def _pairs(module: PyroModule) -> Iterator[tuple[str, Tensor, Tensor]]:
