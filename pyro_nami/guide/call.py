@@ -85,12 +85,6 @@ class Call:
     derived: Derived = field(default_factory=lambda: Derived(None, {}, {}))
     target: TrainedAnswer | None = None
 
-    @functools.cached_property
-    def frames(self) -> dict[str, Any]:
-        """Plate -> its frame, for every plate around a site."""
-        frames = (frame for site in self.sites.values() for frame in site["cond_indep_stack"])
-        return {frame.name: frame for frame in frames if frame.vectorized}
-
     @property
     def leaves(self) -> list[Any]:
         """All that the arguments hold, and the instances of subsampled plates."""

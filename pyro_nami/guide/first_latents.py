@@ -124,10 +124,11 @@ def check_tables(plan: Plan, call: Call, current: Pass) -> tuple[str, dict[str, 
         joint.check_runs_for_many(group)
         with _hidden():
             values, given = joint.table(group).draw(CHECKED_DRAWS, joint.leading)
-            lost = joint.with_others(values)[0].derived.lost()
-            cut = {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
-            if cut:
-                return "", cut
+            if any(each.flat for each in plan.groups.values()):
+                lost = joint.with_others(values)[0].derived.lost()
+                cut = {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
+                if cut:
+                    return "", cut
             spread = float((joint.log_density(values) - given).std(0).max())
         with torch.enable_grad():
             sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})

@@ -27,13 +27,17 @@ from torch.utils._pytree import tree_map_only
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call, Reading
 from pyro_nami.guide.exchangeable import exchangeable_plates
-from pyro_nami.guide.handover import hand_over
+from pyro_nami.guide.known_parameters import (
+    check_store,
+    give_to_store,
+    hand_over,
+    warn_of_other_weights,
+)
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.observed import tell_observed
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
 from pyro_nami.guide.reader import CallReader, has_first_sizes
-from pyro_nami.guide.store_names import check_store, give_to_store, warn_of_other_weights
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork

@@ -20,7 +20,7 @@ from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 
-__all__ = ["tell_observed"]
+__all__ = ["standardized", "tell_observed"]
 
 
 def tell_observed(
@@ -34,7 +34,7 @@ def tell_observed(
 
     def features(node: Any, value: Tensor) -> Tensor:
         def made() -> Tensor:
-            return _features(node, value, plan, network)
+            return standardized(node, value, plan, network)
 
         if node in changing or torch.jit.is_tracing():
             return made()
@@ -58,7 +58,7 @@ def tell_observed(
         state.put(covariates_of(name), features(covariates_of(name), values))
 
 
-def _features(node: Any, value: Tensor, plan: Plan, network: InverseNetwork) -> Tensor:
+def standardized(node: Any, value: Tensor, plan: Plan, network: InverseNetwork) -> Tensor:
     """Returns the standardized features of an observed node, ``(*left, *plates, features)``."""
     features = value
     if node in plan.sites:
@@ -75,10 +75,16 @@ def _features(node: Any, value: Tensor, plan: Plan, network: InverseNetwork) -> 
 def _blank(node: Any, plan: Plan, call: Call, network: InverseNetwork) -> Tensor:
     """Returns features of a node whose site a call lacks: average ones, and none in plates that the call lacks."""
     plates, shape = plan.plates, [1] * plan.plates.nesting
+    frames = {
+        frame.name
+        for site in call.sites.values()
+        for frame in site["cond_indep_stack"]
+        if frame.vectorized
+    }
     for plate in plan.sites[site_of(node)].plates:
         if plate in plan.blocks:
             shape[plates.dims[plate]] = plates.sizes[plate]
-        elif plate not in call.frames:
+        elif plate not in frames:
             shape[plates.dims[plate]] = 0
     return torch.zeros(*shape, len(network.standard(node)[0]), **plan.factory)
 

@@ -64,9 +64,8 @@ class OwnData:
             observations: values by site; those that are no observed sites are passed over.
             draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
         """
-        plan, leaves = self.plan, call.program.leaves()
-        kind = self._looks.kind(leaves)
-        look = self._looks.known(kind)
+        plan = self.plan
+        look = self._looks.known(call.program.leaves())
         parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
         call = replace(call, indices={**call.indices, **parts}) if parts else call
         call = _from_observations(call, plan, observations) if observations else call
@@ -79,7 +78,7 @@ class OwnData:
         if look is None:
             own = {name: value for name, value in call.values.items() if name not in given}
             look = _look_at(call, own, plan)
-            self._looks.note(kind, look)
+            self._looks.note(look)
         return replace(call, moving=look.moving)
 
     def completed(self, call: Call) -> Call:
