@@ -23,7 +23,7 @@ from pyro_nami.guide.order import find_order
 from pyro_nami.guide.plan import Plan, SamplingOrder
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
-from pyro_nami.messages import warn
+from pyro_nami.messages import quoted, warn
 from pyro_nami.networks.pooling import make_encoder
 from pyro_nami.networks.running import center_and_spread
 from pyro_nami.parameters.additions import initial_expert, initial_rows
@@ -101,7 +101,7 @@ def _planned(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwo
     except TooLargeError as error:
         if first.options.simulated or first.apart.issuperset(error.largest):
             raise
-        names = ", ".join(map(repr, error.largest))
+        names = quoted(error.largest)
         warn(
             f"Networks that say how {names} depend on all else would take too much memory; their elements are drawn "
             "independently, as AutoNormal draws them, and no other latent reads them."

@@ -35,7 +35,7 @@ from pyro_nami.guide.derivation import derive, valid_at
 from pyro_nami.guide.one_pass import Outside, Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import Prior, Rule
-from pyro_nami.messages import warn
+from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.isolation import forked_rng
@@ -74,9 +74,7 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     current = Pass(rules, plan.families, state, deriving, outside, validate)
     # what is compiled knows of no other data set
     if call.derived.is_fixed and plan.groups and torch.jit.is_tracing():
-        one = valid_at(
-            plan, call, ", ".join(map(repr, plan.groups)), "mode='minibatches' or mode='amortized'"
-        )
+        one = valid_at(plan, call, quoted(plan.groups), "mode='minibatches' or mode='amortized'")
         current.derived.valid.update(dict.fromkeys(plan.groups, one))
     traced = any(isinstance(handler, TraceMessenger) for handler in _PYRO_STACK)
     scored = traced and pyro.poutine.get_mask() is not False

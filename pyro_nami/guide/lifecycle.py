@@ -38,6 +38,7 @@ from pyro_nami.guide.observed import tell_observed
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
 from pyro_nami.guide.reader import CallReader, has_first_sizes
+from pyro_nami.messages import quoted
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
@@ -185,7 +186,7 @@ class LazyGuide(AutoGuide):
         plan = self._made()
         for name in observations:
             if name not in plan.names:
-                known = ", ".join(map(repr, plan.bayesnet.observed))
+                known = quoted(plan.bayesnet.observed)
                 raise ValueError(
                     f"Expected observations of the model's sites, {known}; got one of '{name}'."
                 )
@@ -228,7 +229,7 @@ class LazyGuide(AutoGuide):
             "%s: latents outside are learned from all steps, latents inside are inferred from the data of each call. "
             "To say otherwise make the guide with mode='fixed', for one data set, or mode='amortized', for a posterior "
             "of each data set; or name another plate in the model: pyro.plate(name, size, subsample_size=rows).",
-            ", ".join(map(repr, sorted(moving))),
+            quoted(sorted(moving)),
             " and ".join(f"plate {plate!r}" for plate in sorted(self._plan.plates.minibatched))
             or "no plate",
         )
@@ -421,9 +422,7 @@ class LazyGuide(AutoGuide):
             return nn.modules.module._IncompatibleKeys([], [])
         saved = set(state_dict.get("_extra_state", {}).get("learned", self._plan.learned))
         if strict and (differing := saved.symmetric_difference(self._plan.learned)):
-            own, names = (
-                ", ".join(map(repr, sorted(each))) for each in (self._plan.learned, differing)
-            )
+            own, names = (quoted(sorted(each)) for each in (self._plan.learned, differing))
             raise RuntimeError(
                 f"Expected a state_dict of a guide that learns {own or 'nothing'}; got one where {names} differ. "
                 + OTHER_STRUCTURE

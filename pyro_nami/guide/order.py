@@ -17,6 +17,7 @@ from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.first_latents import first_ones
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import SamplingOrder
+from pyro_nami.messages import quoted
 from pyro_nami.program.flat_priors import improper_posterior, is_improper
 
 __all__ = ["find_order", "invert"]
@@ -45,7 +46,7 @@ def find_order(
     if compiled:
         logging.getLogger(__name__).warning(
             "Learned, as the objective is compiled, where plain objectives derive modes: %s.",
-            ", ".join(map(repr, sorted(compiled))),
+            quoted(sorted(compiled)),
         )
     marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
     if marginal and flaw:
@@ -113,11 +114,11 @@ def invert(
         return nami(net, direction=inverse, blocks=blocks)
     if blocks is not None:
         raise ValueError(
-            f"Expected an inverse that honours `blocks`, one of {', '.join(map(repr, DIRECTIONS))}; got {inverse!r}."
+            f"Expected an inverse that honours `blocks`, one of {quoted(DIRECTIONS)}; got {inverse!r}."
         )
     if isinstance(inverse, str):
         if inverse not in INVERSIONS:
-            names = ", ".join(map(repr, (*DIRECTIONS, *INVERSIONS)))
+            names = quoted((*DIRECTIONS, *INVERSIONS))
             raise ValueError(
                 f"Expected `inverse` to be one of {names}, an Inverse or a callable; got {inverse!r}."
             )

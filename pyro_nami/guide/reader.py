@@ -22,7 +22,7 @@ from pyro_nami.guide.options import Options
 from pyro_nami.guide.own_data import OwnData
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
-from pyro_nami.messages import warn
+from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.program.isolation import untouched
@@ -259,7 +259,7 @@ class CallReader:
         if not names or memory.has_one_context and self._rows_at(answer, own) is not None:
             return False
         self._tell(
-            f"{', '.join(map(repr, names))} are inferred from the rows of data that this call brings, whatever these "
+            f"{quoted(names)} are inferred from the rows of data that this call brings, whatever these "
             "were in training, as the arguments of training do not hold data of these instances. Pass all data to the "
             "model in every step and subsample them there, for the guide to keep to them."
         )
@@ -277,7 +277,7 @@ class CallReader:
         if not rows or self.memory.has_one_context:
             found = self._rows_at(answer, own)
         if found is None:
-            plates = ", ".join(map(repr, sorted(plan.plates.subsampled)))
+            plates = quoted(sorted(plan.plates.subsampled))
             raise ValueError(
                 f"Expected data for the observed site '{rows[0]}' at the instances of {plates} that this call has; the "
                 "arguments of training do not hold them. Pass the data as the model takes them, or as "
@@ -418,7 +418,7 @@ class CallReader:
             )
         open_names = [name for name in plan.order if name not in own.lacking]
         unseen = [name for name in open_names if not plan.data_of(name).isdisjoint(absent)]
-        names, sites = ", ".join(map(repr, unseen)), ", ".join(map(repr, absent))
+        names, sites = quoted(unseen), quoted(absent)
         self._tell(
             f"This call brings no data of {sites}, by which the guide infers {names} row by row: they are drawn from "
             "the model's own conditional given all others."
@@ -439,7 +439,7 @@ class CallReader:
         names = [name for name in plan.learned if name not in unseen]
         if names:
             self._tell(
-                f"These observations are not the data that the guide was trained on: {', '.join(map(repr, names))} "
+                f"These observations are not the data that the guide was trained on: {quoted(names)} "
                 "were learned on those alone and answer as they were trained. Train the guide on these data, or on "
                 "simulations by InferenceCompilation, for it to serve both."
             )
