@@ -70,7 +70,10 @@ class OwnData:
         call = replace(call, indices={**call.indices, **parts}) if parts else call
         call = _from_observations(call, plan, observations) if observations else call
         given = call.values.keys()
-        call = _from_arguments(call, plan, look.slots if look is not None else {})
+        # arguments of the model that are known to be data
+        slots = look.slots.items() if look is not None else ()
+        found = {name: call.program.argument(slot) for name, slot in slots if name not in given}
+        call = _with_own(call, plan, {k: v for k, v in found.items() if isinstance(v, Tensor)})
         complete = all(name in call.values for name in plan.read)
         alone = look is not None and complete and (plan.sampling.interleaved or not draws)
         if not alone or plan.plates.subsampled or look is not None and look.varying:
@@ -127,7 +130,7 @@ def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
 
 
 def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:
-    """The first source: ``observations``; what no rule reads, the model's own conditionals may."""
+    """Returns a call with values of ``observations``; what no rule reads, the model's own conditionals may."""
     known = {*plan.read, *plan.semi_observed, *plan.bayesnet.observed}
     values = {
         name: _as_tensor(value, plan)
@@ -138,22 +141,10 @@ def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) 
     return replace(call, values=read, held=values)
 
 
-def _from_arguments(call: Call, plan: Plan, slots: Mapping[str, int | str]) -> Call:
-    """The second source: arguments of the model that are known to be data."""
-    found = {
-        name: call.program.argument(slots[name])
-        for name in (*plan.read, *plan.semi_observed)
-        if name in slots and name not in call.values
-    }
-    return _with_own(
-        call, plan, {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    )
-
-
 def _from_run(
     call: Call, plan: Plan, plates: Mapping[str, pyro.plate], with_gradient: bool
 ) -> Call:
-    """The third source: a run of the model at reference values of the latents, for what it observes itself.
+    """Returns a call with what it observes itself, by a run of the model at reference values of the latents.
 
     ``with_gradient`` says whether the run shows which values move with parameters of the model.
     """

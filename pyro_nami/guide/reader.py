@@ -189,6 +189,9 @@ class CallReader:
 
         Where plates are subsampled, that is at the instances of the other one, which ``own`` has. Of a step it is
         told later what training had no data for.
+
+        Raises:
+            ValueError: where the arguments of training do not hold the data of these instances.
         """
         answer = self._as_in_training(answer, call)
         target = self._target(answer, own or call)
@@ -197,7 +200,16 @@ class CallReader:
         if own is not None and any(
             not self._is_whole(name) for name in self.plan.rules if name not in target.hidden
         ):
-            answer = self._at_instances(answer, own)
+            found = self._rows_at(answer, own)
+            if found is None:
+                site = next(name for name in self.plan.read if not self._is_whole(name))
+                raise ValueError(
+                    f"Expected data for the observed site '{site}' at the instances of "
+                    f"{quoted(sorted(self.plan.plates.subsampled))} that this call has; the arguments of training do "
+                    f"not hold them. Pass the data as the model takes them, or as observations={{'{site}': value}}; or "
+                    "subsample as many instances as in training."
+                )
+            answer = found
         elif answer.moving:
             held = {name: value for name, value in answer.held.items() if name not in answer.moving}
             answer = self.own.all_of(replace(answer, values=held, held=held))
@@ -249,14 +261,14 @@ class CallReader:
         They are if the arguments of training do not hold the data of these instances. Instances that training did not
         have do not count: they are drawn from the model's own conditional.
         """
-        memory, plan = self.memory, self.plan
+        plan = self.plan
         if any(name not in own.values for name in plan.read):
             return False
         answer = self._as_in_training(answer, own)
         hidden = self._target(answer, own).hidden  # as training had no such instances
         parts = [name for name in plan.rules if not self._is_whole(name) and name not in hidden]
         names = [name for name in parts if plan.data_of(name)]
-        if not names or memory.has_one_context and self._rows_at(answer, own) is not None:
+        if not names or self._rows_at(answer, own) is not None:
             return False
         self._tell(
             f"{quoted(names)} are inferred from the rows of data that this call brings, whatever these "
@@ -265,32 +277,15 @@ class CallReader:
         )
         return True
 
-    def _at_instances(self, answer: Call, own: Call) -> Call:
-        """Returns a call with its data at other instances of subsampled plates, by a run of the model.
-
-        Raises:
-            ValueError: where its arguments do not hold the data of these instances.
-        """
-        plan = self.plan
-        rows = [name for name in plan.read if not self._is_whole(name)]
-        found = None
-        if not rows or self.memory.has_one_context:
-            found = self._rows_at(answer, own)
-        if found is None:
-            plates = quoted(sorted(plan.plates.subsampled))
-            raise ValueError(
-                f"Expected data for the observed site '{rows[0]}' at the instances of {plates} that this call has; the "
-                "arguments of training do not hold them. Pass the data as the model takes them, or as "
-                f"observations={{'{rows[0]}': value}}; or subsample as many instances as in training."
-            )
-        return found
-
     def _rows_at(self, answer: Call, own: Call) -> Call | None:
-        """Returns the call of training with its data at the instances of another call; None if it does not hold them.
+        """Returns the call of training with its data at the instances of another call, by a run of the model.
 
-        If the other call has more instances, or fewer, the model is run with the tensors of training and the other
-        call's numbers, flags and strings, one of which may be the size of the subsample.
+        It is None where the arguments of training do not hold the data of these instances. If the other call has more
+        instances, or fewer, the model is run with the tensors of training and the other call's numbers, flags and
+        strings, one of which may be the size of the subsample.
         """
+        if not all(map(self._is_whole, self.plan.read)) and not self.memory.has_one_context:
+            return None
         kept = {name: value for name, value in answer.values.items() if self._is_whole(name)}
         held = {name: value for name, value in answer.held.items() if name in kept}
         call = replace(answer, indices=own.indices, values=kept, held=held)
