@@ -7,7 +7,7 @@ function from a call to a call that knows more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -77,7 +77,7 @@ class OwnData:
         complete = all(name in call.values for name in plan.read)
         alone = look is not None and complete and (plan.sampling.interleaved or not draws)
         if not alone or plan.plates.subsampled or look is not None and look.varying:
-            call = _from_run(call, plan, plates, with_gradient=look is None)
+            call = _from_run(call, plan, plates)
         if look is None:
             own = {name: value for name, value in call.values.items() if name not in given}
             look = _look_at(call, own, plan)
@@ -122,11 +122,19 @@ def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
         if isinstance(argument, Tensor) and argument is value and not plan.plates.subsampled
     }
     own_data = any(name in own and name not in slots for name in plan.semi_observed)
-    made = own.keys() - slots.keys() if not plan.plates.subsampled else set[str]()
-    sites = call.sites
-    moving = [name for name in made if getattr(sites[name]["value"], "requires_grad", False)]
-    is_varying = bool(call.lacking or call.from_prior or own_data)
-    return Look(slots, is_varying, frozenset(moving))
+    made = [name for name in own if name not in slots] if not plan.plates.subsampled else []
+    return Look(slots, bool(call.lacking or call.from_prior or own_data), _moving(call, plan, made))
+
+
+def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
+    """Returns the observed sites whose values depend on the model's parameters."""
+    if not names:
+        return frozenset()
+    with forked_rng(), torch.enable_grad():
+        sites = call.run(plan.initial, broadcast=True)
+    return frozenset(
+        name for name in names if getattr(sites[name]["value"], "requires_grad", False)
+    )
 
 
 def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:
@@ -141,13 +149,8 @@ def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) 
     return replace(call, values=read, held=values)
 
 
-def _from_run(
-    call: Call, plan: Plan, plates: Mapping[str, pyro.plate], with_gradient: bool
-) -> Call:
-    """Returns a call with what it observes itself, by a run of the model at reference values of the latents.
-
-    ``with_gradient`` says whether the run shows which values move with parameters of the model.
-    """
+def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
+    """Returns a call with what it observes itself, by a run of the model at reference values of the latents."""
     subsampled = plan.plates.subsampled
     indices = {
         **call.indices,
@@ -159,7 +162,7 @@ def _from_run(
         name: value for name, value in plan.initial.items() if name not in plan.semi_observed
     }
     # a choice of instances is the user's
-    with torch.set_grad_enabled(with_gradient), nullcontext() if shown else forked_rng():
+    with torch.no_grad(), nullcontext() if shown else forked_rng():
         sites = replace(call, indices=indices).run(latents, shown=shown, broadcast=True)
     indices.update({name: sites[name]["value"] for name in shown if name in sites})
     fresh = [name for name in sites if name not in plan.names and not is_passing(sites[name])]
@@ -205,6 +208,4 @@ def _with_own(call: Call, plan: Plan, found: Mapping[str, Tensor]) -> Call:
 
 
 def _as_tensor(value: Any, plan: Plan) -> Tensor:
-    if not isinstance(value, Tensor):
-        return torch.as_tensor(value, **plan.factory)
-    return value if value.is_leaf else value.detach()
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, **plan.factory)
