@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
-__all__ = ["OneByOne", "aligned", "check_counts", "warn"]
+__all__ = ["OneByOne", "aligned", "check_counts", "quoted", "warn"]
 
 _PASSED_OVER = ("pyro_nami", "pyro", "torch", "contextlib")
 
@@ -42,6 +42,11 @@ def check_counts(**counts: Any) -> None:
             raise TypeError(f"Expected {name} to be an int; got {value!r}.")
         if value < 1:
             raise ValueError(f"Expected {name} to be at least 1; got {value}.")
+
+
+def quoted(names: Iterable[Any]) -> str:
+    """Returns names in quotes, with commas between them."""
+    return ", ".join(map(repr, names))
 
 
 def aligned(rows: Sequence[Sequence[str]], words: Collection[int]) -> list[str]:

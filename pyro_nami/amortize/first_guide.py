@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pyro_nami.guide.misfits import RANKED
+from pyro_nami.guide.first_latents import CHECKED_DRAWS
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.program.memory import rows_in_memory
@@ -69,14 +69,14 @@ def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
     low: Counter[str] = Counter()
     latents = sum(value[0].numel() for value in draws.latents.values())
     data = sum(value[0].numel() for value in draws.observed.values())
-    for part in draws.in_batches(rows_in_memory(RANKED * latents + data)):
+    for part in draws.in_batches(rows_in_memory(CHECKED_DRAWS * latents + data)):
         seen = guide.misfits(part.latents, *simulator.program.args, **_with_data(simulator, part))
         for name, flags in seen.items():
             not_finite[name] += int(flags[0].sum())
             low[name] += int(flags[1].sum())
     # training ends at a density that is not finite
     most_not_finite = 0 if guide.num_parameters else TOLERATED * draws.num
-    chance = draws.num / (RANKED + 1)
+    chance = draws.num / (CHECKED_DRAWS + 1)
     refuted = []
     for name in low:
         tolerated = TOLERATED * (10 if guide.rules[name].rule == "newton" else 1)

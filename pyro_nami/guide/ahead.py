@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_nami.program.many_draws import FEWEST_DRAWS
+
 __all__ = ["DrawsAhead"]
 
-# calls in a row that `Predictive` makes before those that it is asked for, for shapes
-CALLS_FOR_SHAPES = 2
 # draws in one pass; 128 take about twice the time of 64 in models of 1,000 rows
 MOST_DRAWS = 64
 
 Make = Callable[[int, int], Mapping[str, Tensor]]  # number of draws, seed -> draws of every latent
 
 
-class _Stock:
-    """Draws that are handed out once each; passes make 1, 2, 4, ... of them."""
-
-    def __init__(self) -> None:
-        self._draws: Mapping[str, Tensor] = {}
-        self._count, self._place = 0, 0  # of draws, and the next one
-
-    def next(self, make: Make, seed: Callable[[], int]) -> dict[str, Tensor]:
-        """Returns the next draw of every latent; where none is left ``make`` makes more."""
-        if self._place == self._count:
-            self._count, self._place = min(2 * self._count or 1, MOST_DRAWS), 0
-            self._draws = make(self._count, seed())
-        self._place += 1
-        return {name: value[self._place - 1] for name, value in self._draws.items()}
-
-
 class DrawsAhead:
-    """Draws of one posterior for calls between which nobody draws random numbers.
+    """Draws of one posterior for calls between which nobody draws random numbers, handed out once each.
 
     Draws are a function of the seed: a call starts a new row of draws if the random number generator has moved since.
-    `Predictive` makes two calls for shapes first. These two get draws of a stock of their own, which stays
-    from row to row.
+    Passes make 3, 6, 12, ... of them, so that the first one serves the two calls for shapes that `Predictive` makes.
 
     Example:
         >>> def make(count, seed):
@@ -54,9 +36,8 @@ class DrawsAhead:
     """
 
     def __init__(self) -> None:
-        self._spare, self._row = _Stock(), _Stock()
-        self._seeds = itertools.count()  # of the spare ones
-        self._calls = 0  # in a row
+        self._draws: Mapping[str, Tensor] = {}
+        self._count, self._place = 0, 0  # of draws, and the next one
         self._key: Any = None
         self._left: Tensor | None = None  # state of the generator when the last call left it
 
@@ -68,20 +49,13 @@ class DrawsAhead:
 
         ``make(count, seed)`` makes draws, ``(count, *site shape)`` each, and leaves the generator as it was.
         """
-        if key != self._key:
-            self._spare = _Stock()
-            self._seeds = itertools.count()
-            self._key = key
-            self._left = None
-        if self._left is None or not torch.equal(torch.get_rng_state(), self._left):
-            self._calls, self._row = 0, _Stock()
-        self._calls += 1
-        is_spare = self._calls <= CALLS_FOR_SHAPES
+        left = None if key != self._key else self._left
+        if left is None or not torch.equal(torch.get_rng_state(), left):
+            self._key, self._count, self._place = key, 0, 0
         seed = int(torch.randint(2**31, ()))  # in every call, so that no two leave the same state
-        found = (
-            self._spare.next(make, self._seeds.__next__)
-            if is_spare
-            else self._row.next(make, lambda: seed)
-        )
+        if self._place == self._count:
+            self._count, self._place = min(2 * self._count or FEWEST_DRAWS, MOST_DRAWS), 0
+            self._draws = make(self._count, seed)
+        self._place += 1
         self._left = torch.get_rng_state()
-        return found
+        return {name: value[self._place - 1] for name, value in self._draws.items()}

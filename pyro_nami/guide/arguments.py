@@ -6,7 +6,7 @@ identity and version, arrays by content, everything else by value.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arguments", "Look", "Looks", "is_array"]
+__all__ = ["Arguments", "Cache", "Look", "Looks", "is_array"]
 
-Kind = tuple[Hashable, Hashable]
 # looks kept at calls whose arguments differ in numbers only; where all are equal, other numbers do not matter either
 LOOKS = 8
 
@@ -51,6 +50,35 @@ class Arguments:
         )
 
 
+class Cache:
+    """Results by name, each kept for as long as what it was made from is the same. Copies of a cache are empty.
+
+    Example:
+        >>> cache, x = Cache(), torch.ones(2)
+        >>> cache.get("sum", [x], x.sum) is cache.get("sum", [x], x.sum)
+        True
+        >>> cache.get("sum", [x.add_(1.0)], x.sum)
+        tensor(4.)
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, tuple[Arguments, Any]] = {}
+
+    def __reduce__(self) -> Any:
+        return Cache, ()
+
+    def get(self, name: Hashable, leaves: Sequence[Any], make: Callable[[], Any]) -> Any:
+        """Returns the result of a name that was made from ``leaves``; else what ``make`` returns, which is kept."""
+        kept = self._kept.get(name)
+        if kept is None or not kept[0].are(leaves):
+            kept = self._kept[name] = Arguments(leaves), make()
+        return kept[1]
+
+    def clear(self) -> None:
+        """Forgets all results."""
+        self._kept.clear()
+
+
 class Look(NamedTuple):
     """What one run of the model has shown about calls of one kind."""
 
@@ -66,41 +94,45 @@ class Looks:
 
     Example:
         >>> looks = Looks()
-        >>> looks.note(looks.kind([torch.zeros(3)]), Look({"y": 0}, varying=False))
-        >>> looks.known(looks.kind([torch.ones(3)])).slots, looks.known(looks.kind([torch.ones(4)]))
+        >>> looks.known([torch.zeros(3)])
+        >>> looks.note(Look({"y": 0}, varying=False))
+        >>> looks.known([torch.ones(3)]).slots, looks.known([torch.ones(4)])
         ({'y': 0}, None)
     """
 
     def __init__(self) -> None:
         self._table: dict[Hashable, dict[Hashable, Look]] = {}
-        self._latest: Kind | None = None
+        self._latest: tuple[Hashable, Hashable] | None = (
+            None  # kind of arguments, and their numbers
+        )
 
-    def kind(self, leaves: Sequence[Any]) -> Kind:
-        """Returns the kind of a call's arguments, and its numbers apart; in a trace, those of the latest call."""
+    def known(self, leaves: Sequence[Any]) -> Look | None:
+        """Returns the look at arguments of the kind of these, in a trace of those before; None if there is none.
+
+        Sites of a run at other numbers may be others, and what it observes too. Where many numbers did not matter,
+        others will not either.
+        """
         if self._latest is None or not torch.jit.is_tracing():
             self._latest = _kind_of(leaves)
-        return self._latest
-
-    def known(self, kind: Kind) -> Look | None:
-        """Returns the look at arguments of this kind; None if the model has to be run.
-
-        Its sites may be others, and what it observes too. Where many numbers did not matter, others will not either.
-        """
-        table = self._table.get(kind[0], {})
-        if kind[1] in table or len(table) < LOOKS:
-            return table.get(kind[1])
+        kind, numbers = self._latest
+        table = self._table.setdefault(kind, {})
+        if numbers in table or len(table) < LOOKS:
+            return table.get(numbers)
         first, *others = table.values()
         return None if first.varying or any(other != first for other in others) else first
 
-    def note(self, kind: Kind, look: Look) -> None:
-        """Stores a look."""
-        table = self._table.setdefault(kind[0], {})
-        table[kind[1]] = look
+    def note(self, look: Look) -> None:
+        """Stores what a run has shown of the arguments that `known` was asked for."""
+        assert self._latest is not None
+        kind, numbers = self._latest
+        table = self._table[kind]
+        table[numbers] = look
         if len(table) > LOOKS:
             del table[next(iter(table))]
 
 
-def _kind_of(leaves: Sequence[Any]) -> Kind:
+def _kind_of(leaves: Sequence[Any]) -> tuple[Hashable, Hashable]:
+    """Returns what runs on arguments have in common, and the numbers and objects among the arguments."""
     kind: list[Any] = []
     rest: list[Hashable] = []
     for leaf in leaves:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
@@ -11,20 +10,20 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
+from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.joint import to_sequence
-from pyro_nami.guide.bound_factors import initial_bounds
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
-from pyro_nami.guide.derivation import derive
+from pyro_nami.guide.draw import start_pass
 from pyro_nami.guide.first_call import FirstCall, first_call
-from pyro_nami.guide.first_latents import cut_by_bounds, flaw_of_tables
-from pyro_nami.guide.one_pass import Outside, Pass
+from pyro_nami.guide.first_latents import check_tables
+from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.order import find_order
 from pyro_nami.guide.plan import Plan, SamplingOrder
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
-from pyro_nami.messages import warn
+from pyro_nami.messages import quoted, warn
 from pyro_nami.networks.pooling import make_encoder
 from pyro_nami.networks.running import center_and_spread
 from pyro_nami.parameters.additions import initial_expert, initial_rows
@@ -45,6 +44,7 @@ POOLED_FEATURES = 16
 WIDEST_START = 2.0
 # instances from which an observed site is standardized by its own data; fewer have no spread to speak of
 ENOUGH_ROWS = 5
+BOUND_RANGE = 1e-3, 1e3  # of the parameters of a bound at first
 
 
 def assemble(
@@ -73,33 +73,24 @@ def assemble(
 
 
 def _found(first: FirstCall) -> tuple[Plan, InverseNetwork]:
-    plan, network, current, call = _tried(first, find_order(first))
-    cut = dict[str, str]()
-    while found := cut_by_bounds(plan, call, current, derive):
+    """Returns a plan, whose grids are checked, and its networks."""
+    cut = dict[str, str]()  # latents whose priors turn out not to be flat, and why
+    while True:
+        plan, network = _planned(first, find_order(first, cut=cut))
+        flaw, found = check_tables(plan, *_first_pass(first, plan, network))
+        if not found:
+            break
         cut.update(found)
-        plan, network, current, call = _tried(first, find_order(first, cut=cut))
-    if flaw := flaw_of_tables(plan, call, current, derive):
-        plan, network = _planned(first, find_order(first, flaw, cut))
-    return plan, network
+    return _planned(first, find_order(first, flaw, cut)) if flaw else (plan, network)
 
 
-def _tried(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork, Pass, Call]:
-    """Returns a plan and its networks, and a pass at the first call's data."""
-    plan, network = _planned(first, order)
+def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> tuple[Call, Pass]:
+    """Returns a call with the first call's data, and a pass of which nothing is known yet."""
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
     call = Call(first.program, values=values, held=held)
-    state = NetworkState(network, call.maps)
-    current = Pass(
-        plan.rules,
-        plan.families,
-        state,
-        functools.partial(derive, plan, call),
-        Outside(),
-        validate=False,
-    )
-    return plan, network, current, call
+    return call, start_pass(plan, NetworkState(network, call.maps), call)
 
 
 def _planned(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork]:
@@ -110,7 +101,7 @@ def _planned(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwo
     except TooLargeError as error:
         if first.options.simulated or first.apart.issuperset(error.largest):
             raise
-        names = ", ".join(map(repr, error.largest))
+        names = quoted(error.largest)
         warn(
             f"Networks that say how {names} depend on all else would take too much memory; their elements are drawn "
             "independently, as AutoNormal draws them, and no other latent reads them."
@@ -194,7 +185,9 @@ def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor
     if not factor.pseudo:
         return raw
     location = _averaged(first, rule.family.initial(value, scale), factor)[:, 0]
-    counts = [_mean_count(first, each.pooled) for each in factor.pseudo]
+    sizes = first.plates.sizes
+    sets = [each.pooled for each in factor.pseudo]  # and the mean number of instances in one
+    counts = [sizes[each.plate] / math.prod(sizes[p] for p in each.onto) for each in sets]
     rows = initial_rows(location, scale, counts, factor.pseudo, network.affine(rule.name))
     return torch.cat((raw, rows), -1)
 
@@ -249,12 +242,6 @@ def _averaged(first: FirstCall, raw: Tensor, factor: Factor) -> Tensor:
     return raw.reshape(-1, raw.shape[-1]).mean(0).reshape(factor.num_elements, count)
 
 
-def _mean_count(first: FirstCall, source: Any) -> float:
-    """Returns the mean size of the sets of a pooled source."""
-    sizes = first.plates.sizes
-    return sizes[source.plate] / math.prod(sizes[plate] for plate in source.onto)
-
-
 def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tensor]]:
     """Returns shift and scale of every node's features, such that shift + scale * features is of order one."""
     standard: dict[Hashable, tuple[Tensor, Tensor]] = {}
@@ -304,3 +291,35 @@ def _standardization(
     left = ((rows == 0) | (rows == 1)).all(0)
     scale = torch.where(usable & ~left, 1 / spread, torch.ones_like(spread))
     return torch.where(left | ~center.isfinite(), torch.zeros_like(center), -center * scale), scale
+
+
+def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:
+    """Returns two candidates for a bound's raw parameters ``(elements, 1)``, each tightest over draws of the prior.
+
+    For the first all draws of the prior count; for the second those at which the parameters make a difference to what
+    is seen: where a noisy-OR is present. Where others are most, the former are too large; where few are, the latter are
+    too sure. It warns of data that the model cannot give at any of some draws of its latents.
+    """
+    latents = [name for name in first.net.latent if name in first.nodes]
+    draws = [{name: draw[name] for name in latents if name in draw} for draw in first.draws]
+    runs = [first.run(draw)[child] for draw in draws] or [first.nodes[child]]
+    value = runs[0]["value"]
+    bound = bound_for(runs[0]["fn"])
+    event = runs[0]["fn"].event_shape
+    assert bound is not None
+    if all(bool((site["fn"].log_prob(value) == -torch.inf).any()) for site in runs):
+        warn(
+            f"Some data of site '{child}' have log-probability -inf at each of {len(runs)} draws of its parents: where "
+            "no parent that is active leads to an element, as a leak of zero leaves it, a 1 there is impossible. Give "
+            "such elements a small leak."
+        )
+    s = torch.cat(
+        [bound.predictor(site["fn"]).detach().reshape(-1, event.numel()) for site in runs]
+    )
+    found = []
+    for weights in (torch.ones_like(s), bound.relevance(s) + torch.finfo(s.dtype).tiny):
+        mean, square = ((weights * each).sum(0) / weights.sum(0) for each in (s, s.square()))
+        xi = bound.tightest(value, mean.reshape(event), square.reshape(event)).expand(value.shape)
+        xi = xi.reshape(-1, event.numel()).clamp(*BOUND_RANGE).log().mean(0).exp()
+        found.append((xi + (-torch.expm1(-xi)).log()).unsqueeze(-1))
+    return tuple(found)

@@ -16,14 +16,13 @@ from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates
 from pyro_nami.messages import warn
+from pyro_nami.program.many_draws import FEWEST_DRAWS
 from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.program.program import Program
 from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
 
 __all__ = ["covariate_values", "find_covariates"]
 
-# after which a site whose covariates grow with every draw is explained by arguments, if it can be
-_FEW_DRAWS = 3
 _MOST_COVARIATES = 64
 
 
@@ -69,7 +68,8 @@ def _search(
         number = len(references)
         references.append(draw)
         new = [name for name, search in searches.items() if search.add(number, run[name])]
-        if number == _FEW_DRAWS:
+        if number == FEWEST_DRAWS:
+            # where covariates still grow, arguments may hold all of them
             explained = {
                 name: searches[name] for name in new if _explained(first, name, searches[name])
             }

@@ -32,18 +32,13 @@ from pyro_nami.program.many_draws import MANY_DRAWS
 
 __all__ = ["derive", "valid_at"]
 
-# passes before constants of exact conditionals are kept, as many guides are called once or twice
-PASSES_BEFORE_CONSTANTS = 2
-# constants kept, one for each group and shape of a batch; they are as large as a block's matrices
-MOST_CONSTANTS = 16
-
 
 def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     """Returns the conditionals of a group given the latents drawn so far; the model is run for them."""
     if group.has_mode and torch.jit.is_tracing():
         return _as_constants(plan, call, current, group)
     if group.form == "marginal":
-        return marginal(plan, call, current, group, derive)
+        return marginal(plan, call, current, group)
     kept = call.derived.constants
     values = {name: value for name, value in current.values.items() if name not in group.members}
     known = {
@@ -226,12 +221,8 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
     """Returns the expansion of a group at the values drawn so far; a run of the model has to solve it."""
     nesting = plan.plates.nesting
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
-    lacking, observed = call.lacking, current.derived.observed.intersection(group.members)
-    group = (
-        group.without(lacking, current.derived.observed)
-        if lacking or current.derived.observed
-        else group
-    )
+    observed = current.derived.observed.intersection(group.members)
+    group = group.without(call.lacking, current.derived.observed)
     options: dict[str, Any] = {}
     if group.depths:
         options["sizes"] = current.derived.sizes.setdefault(
@@ -300,13 +291,8 @@ def _keeps_constants(
 ) -> bool:
     """Stores constants of a Gaussian block for later steps on the same data; returns whether there are new ones."""
     kept, key = call.derived.constants, (expansion.group, expansion.leading)
-    if (
-        kept is None
-        or key in kept
-        or len(kept) >= MOST_CONSTANTS
-        or current.state.network.passes < PASSES_BEFORE_CONSTANTS
-    ):
-        return False
+    if kept is None or key in kept or not current.state.network.passes:
+        return False  # many guides are called once
     if not expansion.differentiable or torch.jit.is_tracing():
         return False
     if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step

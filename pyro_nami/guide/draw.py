@@ -30,21 +30,28 @@ from torch.distributions import Distribution
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import plate_shape
 from pyro_nami.factors.distribution import Relocation
-from pyro_nami.guide.call import Call
+from pyro_nami.guide.call import Call, TrainedAnswer, sites_of
 from pyro_nami.guide.derivation import derive, valid_at
 from pyro_nami.guide.one_pass import Outside, Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import Prior, Rule
-from pyro_nami.guide.stages import stages_of
-from pyro_nami.guide.trained_answer import TrainedAnswer, sites_of
-from pyro_nami.messages import warn
+from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.plate_dims import outer_sizes
 from pyro_nami.program.runner import Runner
 
-__all__ = ["densities", "draw", "draw_fresh", "hand_out", "is_predicting", "know_all", "start_pass"]
+__all__ = [
+    "densities",
+    "draw",
+    "draw_fresh",
+    "hand_out",
+    "is_predicting",
+    "know_all",
+    "stages_of",
+    "start_pass",
+]
 
 _OF_THE_MODEL = frozenset({"enumerate", "_markov_scope", "_markov_depth"})
 
@@ -67,9 +74,7 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     current = Pass(rules, plan.families, state, deriving, outside, validate)
     # what is compiled knows of no other data set
     if call.derived.is_fixed and plan.groups and torch.jit.is_tracing():
-        one = valid_at(
-            plan, call, ", ".join(map(repr, plan.groups)), "mode='minibatches' or mode='amortized'"
-        )
+        one = valid_at(plan, call, quoted(plan.groups), "mode='minibatches' or mode='amortized'")
         current.derived.valid.update(dict.fromkeys(plan.groups, one))
     traced = any(isinstance(handler, TraceMessenger) for handler in _PYRO_STACK)
     scored = traced and pyro.poutine.get_mask() is not False
@@ -129,14 +134,55 @@ def draw(current: Pass, plan: Plan, call: Call) -> None:
 
 def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
     """Draws all latents that are left, stage by stage: in a run of the model, then from derived conditionals."""
-    for stage in stages_of(current.rules, current.values):
-        if stage.drawn:
-            run = _DrawingRun(stage.drawn, current, plan, call)
+    for drawn, group in stages_of(current.rules, current.values):
+        if drawn:
+            run = _DrawingRun(drawn, current, plan, call)
             call.program.run(run)
             if run.missing:
                 raise ValueError(missing_site(min(run.missing)))
-        if stage.group is not None:
-            _draw_group(stage.group, current, call)
+        if group is not None:
+            _draw_group(group, current, call)
+
+
+def stages_of(
+    rules: Mapping[str, Rule], known: Collection[str]
+) -> Iterator[tuple[tuple[str, ...], ConjugateGroup | None]]:
+    """Yields the latents that one run of the model draws, and the group that is derived and drawn after it, if any.
+
+    A group comes where its first member does, after all that its density reads.
+
+    Args:
+        rules: latent -> its rule, in program order.
+        known: latents that have a value already.
+
+    Example:
+        >>> from pyro_nami.guide.rules import Exact
+        >>> group = ConjugateGroup(("a",), ("x",), needed=frozenset({"c"}))
+        >>> rules = {"a": Exact("a", group), "b": Prior("b"), "c": Prior("c")}
+        >>> [(drawn, last is group) for drawn, last in stages_of(rules, ())]
+        [(('c',), True), (('b',), False)]
+    """
+    done = set[Any](known)  # latents, and groups
+    waiting: list[str] = []  # drawn by the next run
+
+    def stages_up_to(name: str) -> Iterator[tuple[tuple[str, ...], ConjugateGroup | None]]:
+        group = rules[name].group
+        if name in done or group in done:
+            return
+        done.add(name if group is None else group)
+        if group is None:
+            waiting.append(name)
+            return
+        needed = [each for each in rules if each in group.needed]
+        for each in sorted(needed, key=lambda each: rules[each].group is None):
+            yield from stages_up_to(each)
+        yield tuple(waiting), group
+        waiting.clear()
+
+    for name in rules:
+        yield from stages_up_to(name)
+    if waiting:
+        yield tuple(waiting), None
 
 
 def _draw_group(group: ConjugateGroup, current: Pass, call: Call) -> None:

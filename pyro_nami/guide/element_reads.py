@@ -25,12 +25,10 @@ from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.program.site_values import redraw
 from pyro_nami.reading.changes import moved
 
-__all__ = ["element_reads"]
+__all__ = ["element_reads", "without_predictive"]
 
 # elements of all sites together; each of them takes some runs of the model, so ten times as many take minutes
 MOST_ELEMENTS = 256
-# draws at which every element is changed; at further draws only elements that nothing seems to read
-FULL_DRAWS = 2
 
 
 def element_reads(
@@ -42,34 +40,27 @@ def element_reads(
     order would not give, or where arguments other than data, a design matrix say, may bring another structure in
     another call. A site whose elements depend on each other in the model counts as one.
     """
-    net, data = first.net, {id(first.nodes[name]["value"]) for name in first.data}
+    data = {id(first.nodes[name]["value"]) for name in first.data}
     leaves = first.program.leaves()
     if any(isinstance(leaf, (Tensor, np.ndarray)) and id(leaf) not in data for leaf in leaves):
         return {}
-    kept = {
-        name: site
-        for name, site in net.sites.items()
-        if name in order or site.observed or site.marginalized
-    }
-    edges = [(u, t) for u, t in net.edges if u in kept and t in kept]
-    hidden = [name for name in net.latent if net.sites[name].marginalized]
-    eliminated = [*hidden, *(name for name in inverse.order if name in order)]
-    counts = {name: _count(first.nodes.get(name)) for name in kept}
-    counts |= dict.fromkeys(counts.keys() & first.options.embeddings.keys(), 1)
-    plain = eliminate(BayesNet(kept, edges, net.plate_sizes, net.nesting), eliminated).parents
-    known = all(plain[name].keys() == inverse.parents[name].keys() for name in order)
-    if max(counts.values(), default=1) == 1 or sum(counts.values()) > MOST_ELEMENTS or not known:
+    net, eliminated = without_predictive(first.net, inverse, order)
+    whole = first.options.embeddings
+    counts = {name: 1 if name in whole else _count(first.nodes.get(name)) for name in net.sites}
+    plain = eliminate(net, eliminated).parents
+    is_known = all(plain[name].keys() == inverse.parents[name].keys() for name in order)
+    total = sum(counts.values())
+    if total == len(counts) or total > MOST_ELEMENTS or not is_known:
         return {}
-    found = {edge: torch.ones(counts[edge[1]], counts[edge[0]], dtype=torch.bool) for edge in edges}
-    for name in kept:
-        children = [t for u, t in edges if u == name]
+    found = {(u, t): torch.ones(counts[t], counts[u], dtype=torch.bool) for u, t in net.edges}
+    for name in net.sites:
+        children = [t for u, t in net.edges if u == name]
         if any(counts[name] * counts[t] > 1 for t in children):
-            found.update(
-                {(name, t): reads for t, reads in _reads(first, name, children, counts).items()}
-            )
+            reads = _reads(first, name, children, counts)
+            found.update({(name, t): each for t, each in reads.items()})
     sites = [
         replace(site, name=(name, i), support_parents=frozenset())
-        for name, site in kept.items()
+        for name, site in net.sites.items()
         for i in range(counts[name])
     ]
     pairs = [
@@ -88,63 +79,83 @@ def element_reads(
     return result
 
 
+def without_predictive(
+    net: BayesNet, inverse: Inverse, order: Collection[str]
+) -> tuple[BayesNet, list[str]]:
+    """Returns the network without latents that are drawn from the model, and what to eliminate from it, in order."""
+    sites = {
+        name: site
+        for name, site in net.sites.items()
+        if name in order or site.observed or site.marginalized
+    }
+    edges = [(u, v) for u, v in net.edges if u in sites and v in sites]
+    hidden = [name for name in net.latent if net.sites[name].marginalized]
+    eliminated = [*hidden, *(name for name in inverse.order if name in order)]
+    return BayesNet(sites, edges, net.plate_sizes, net.nesting), eliminated
+
+
 def _count(site: Mapping[str, Any] | None) -> int:
     """Returns how many elements a site has that are independent given its parents; 1 if they are not."""
-    if site is None:
+    if site is None or without(site["fn"], Independent).event_shape != ():
         return 1
-    return (
-        site["fn"].event_shape.numel() if without(site["fn"], Independent).event_shape == () else 1
-    )
+    return int(site["fn"].event_shape.numel())
 
 
 def _reads(
     first: FirstCall, name: str, children: Sequence[str], counts: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Returns child -> boolean ``(elements of the child, elements of the site)``: which of them depend on each other.
-
-    What no element is seen to read is changed all together once more; a child that then moves reads all.
-    """
+    """Returns child -> boolean ``(its elements, elements of the site)``: which of them depend on each other."""
     reads = {t: torch.zeros(counts[t], counts[name], dtype=torch.bool) for t in children}
     held = {*first.net.latent, *first.options.observed}
-    for number, draw in enumerate(first.draws):
-        seen = torch.cat([*reads.values()]).any(0)
-        looked = (
-            torch.arange(counts[name]) if number < FULL_DRAWS else (~seen).nonzero().squeeze(-1)
-        )
-        if not len(looked):
-            break
+    num_found = -1
+    for draw in first.draws:
+        # every element while draws show something new; from then on those that nothing seems to read
+        all_reads = torch.cat([*reads.values()])
+        is_new, num_found = int(all_reads.sum()) > num_found, int(all_reads.sum())
+        looked = torch.arange(counts[name])[~all_reads.any(0) | is_new].tolist()
         values = {u: value for u, value in draw.items() if u in held}
-        before = first.run(values)
-        if name not in before:
-            return {}
-        base = before[name]["value"]
-        other = redraw(before[name]["fn"], base)
-
-        def moves(
-            changed: Tensor,
-            values: dict = values,
-            before: dict = before,
-            base: Tensor = base,
-            other: Tensor = other,
-        ) -> dict[str, Tensor]:
-            """Which elements of children move with those of the site that are ``changed``, ``(elements,)``."""
-            event = before[name]["fn"].event_shape if len(changed) > 1 else ()
-            mixed = torch.where(changed.to(base.device).reshape(event), other, base)
-            after = first.run({**values, name: mixed})
-            return {t: _moved(before[t], after.get(t), counts[t]) for t in children}
-
         try:
-            for j in looked.tolist():
-                for t, rows in moves(torch.arange(counts[name]) == j).items():
-                    reads[t][:, j] |= rows
-            for kept in torch.cat([*reads.values()]).unique(dim=0):
-                for t, rows in moves(~kept).items():
-                    if (rows & (reads[t] == kept).all(-1)).any():
-                        reads[t][:] = True
+            if looked and not _note_moves(first, name, values, reads, looked):
+                return {}
         except (ValueError, RuntimeError, ArithmeticError):  # values that the model does not run at
             return {}
     # what shows nothing, as it has no density, reads all
     return {t: rows for t, rows in reads.items() if rows.any()}
+
+
+def _note_moves(
+    first: FirstCall,
+    name: str,
+    values: Mapping[str, Tensor],
+    reads: Mapping[str, Tensor],
+    looked: Sequence[int],
+) -> bool:
+    """Notes which elements of children move with single elements of a site, at values; False if a run lacks the site.
+
+    What no element is seen to read is changed all together once more; a child that then moves reads all.
+    """
+    before = first.run(values)
+    if name not in before:
+        return False
+    base = before[name]["value"]
+    other = redraw(before[name]["fn"], base)
+    count = len(next(iter(reads.values()))[0])
+
+    def moves(changed: Tensor) -> dict[str, Tensor]:
+        """Which elements of children move with those of the site that are ``changed``, ``(elements,)``."""
+        event = before[name]["fn"].event_shape if count > 1 else ()
+        mixed = torch.where(changed.to(base.device).reshape(event), other, base)
+        after = first.run({**values, name: mixed})
+        return {t: _moved(before[t], after.get(t), len(rows)) for t, rows in reads.items()}
+
+    for j in looked:
+        for t, rows in moves(torch.arange(count) == j).items():
+            reads[t][:, j] |= rows
+    for kept in torch.cat([*reads.values()]).unique(dim=0):
+        for t, rows in moves(~kept).items():
+            if (rows & (reads[t] == kept).all(-1)).any():
+                reads[t][:] = True
+    return True
 
 
 def _moved(before: Any, after: Any, count: int) -> Tensor:

@@ -5,33 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_nami.guide.call import Call
+from pyro_nami.guide.call import Reading
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.initial_values import near_origin
 from pyro_nami.program.isolation import untouched
-from pyro_nami.program.surroundings import Surroundings
 
-__all__ = ["Reading", "exchangeable_plates"]
-
-
-class Reading(NamedTuple):
-    """The data that a model reads in one call: its arguments, and globals or attributes if these are known."""
-
-    call: Call
-    surroundings: Surroundings | None
-
-    def sites(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        """Returns the sites of a run of the model on these data."""
-        if self.surroundings is None:
-            return self.call.run(values, **options)
-        with self.surroundings.restored():
-            return self.call.run(values, **options)
+__all__ = ["exchangeable_plates"]
 
 
 def exchangeable_plates(before: Reading, now: Reading, names: Collection[str]) -> frozenset[str]:
@@ -72,11 +57,10 @@ def exchangeable_plates(before: Reading, now: Reading, names: Collection[str]) -
 
 def _differing(before: Reading, now: Reading) -> list[Tensor]:
     """Returns the tensors of a call that differ from those of another one."""
-    found = []
+    found: list[Tensor] = []
 
-    def collect(old: Any, value: Any) -> Any:
-        if isinstance(value, Tensor) and not (isinstance(old, Tensor) and torch.equal(old, value)):
-            found.append(value)
+    def collect(value: Tensor) -> Tensor:
+        found.append(value)
         return value
 
     _changed(before, now, collect)
@@ -122,24 +106,28 @@ def _along(value: Any, site: Any, frame: Any, event_dim: int | None = None) -> A
     return value.roll(1, dim) if inside else value
 
 
-def _changed(before: Reading, now: Reading, change: Callable[[Any, Any], Any]) -> Reading:
-    """Returns the data with ``change(old, value)`` in place of each value, ``old`` being that of ``before``."""
+def _changed(before: Reading, now: Reading, change: Callable[[Tensor], Tensor]) -> Reading:
+    """Returns the data with ``change(value)`` in place of each tensor that differs from the one of ``before``."""
+
+    def changed(old: Any, value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(old, Tensor) and torch.equal(old, value):
+            return value
+        return change(value)
+
     (old, kind), (leaves, spec) = (
         tree_flatten([each.call.program.args, dict(each.call.program.kwargs)])
         for each in (before, now)
     )
     old = old if kind == spec else [None] * len(leaves)
-    args, kwargs = tree_unflatten(list(map(change, old, leaves)), spec)
+    args, kwargs = tree_unflatten(list(map(changed, old, leaves)), spec)
     program = now.call.program._replace(args=args, kwargs=kwargs)
-    around = now.surroundings and now.surroundings.changed_from(before.surroundings, change)
-    return Reading(replace(now.call, program=program), around)
+    around = now.surroundings and now.surroundings.changed_from(before.surroundings, changed)
+    return now._replace(call=replace(now.call, program=program), surroundings=around)
 
 
-def _rotate(frame: Any, old: Any, value: Any) -> Any:
-    """Returns a value, rotated if it differs from ``old``: along the plate's dim, or the first of its size."""
-    if not isinstance(value, Tensor) or frame.size not in value.shape:
-        return value
-    if isinstance(old, Tensor) and torch.equal(old, value):
+def _rotate(frame: Any, value: Tensor) -> Tensor:
+    """Returns a value, rotated along the plate's dim, or the first of its size."""
+    if frame.size not in value.shape:
         return value
     at_dim = value.dim() >= -frame.dim and value.shape[frame.dim] == frame.size
     return value.roll(1, frame.dim if at_dim else value.shape.index(frame.size))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
+import networkx as nx
 import pyro
 import torch
 from pyro import poutine
@@ -15,8 +17,8 @@ from torch import Tensor, nn
 
 from pyro_nami.factors.registry import features_of
 from pyro_nami.graph.network import BayesNet
+from pyro_nami.graph.sites import Site
 from pyro_nami.guide.mode import Mode
-from pyro_nami.guide.model_inverse import with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.options import Options
 from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
@@ -31,7 +33,14 @@ from pyro_nami.reading.changes import moved
 from pyro_nami.reading.extraction import Extraction, extract, is_blocked
 from pyro_nami.reading.masked_latents import read_where_masked
 
-__all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call"]
+__all__ = [
+    "PRIOR_DRAWS",
+    "FirstCall",
+    "data_features",
+    "first_call",
+    "with_hidden_evidence",
+    "with_latent_blocks",
+]
 
 PRIOR_DRAWS = 16
 
@@ -73,7 +82,10 @@ class FirstCall(NamedTuple):
     @property
     def is_compiled(self) -> bool:
         """Whether this is a first call in an objective that Pyro compiles."""
-        return _is_compiled()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") != "pyro.ops.jit":
+            frame = frame.f_back
+        return frame is not None or torch.jit.is_tracing()
 
     def read_where_masked(self) -> frozenset[str]:
         """Returns the latents that something reads where the model masks their density; by runs of the model."""
@@ -153,7 +165,8 @@ def first_call(
     restless = _moved_by(random_layers, program, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
-    stacks = _stacks(nodes, net)
+    # site -> the frames of the vectorized plates around it
+    stacks = {name: frames_of(nodes[name]) for name in net.sites if name in nodes}
     passing = frozenset(name for name in stacks if is_passing(nodes[name]))
     _check_passing(nodes, passing)
     plates = _plates(stacks.values(), net, {*subsampled, *subsamples(nodes)})
@@ -171,11 +184,6 @@ def first_call(
         passing=passing,
         unread=passing.union(name for name in moving if not stacks[name]),
     )
-
-
-def _stacks(nodes: Mapping[str, Any], net: BayesNet) -> dict[str, list]:
-    """Returns site -> the frames of the vectorized plates around it."""
-    return {name: frames_of(nodes[name]) for name in net.sites if name in nodes}
 
 
 def _moved_by(
@@ -217,13 +225,6 @@ def _outermost(stack: list, plates: Plates, along: Collection[str]) -> list[str]
     """Returns the outermost plate of a stack, or the one that is in ``along``, as a list of at most one."""
     names = sorted((frame.name for frame in stack), key=plates.order.index)
     return ([name for name in names if name in along] or names)[:1]
-
-
-def _is_compiled() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "pyro.ops.jit":
-        frame = frame.f_back
-    return frame is not None or torch.jit.is_tracing()
 
 
 def _plates(stacks: Collection[list], net: BayesNet, subsampled: Collection[str]) -> Plates:
@@ -273,3 +274,33 @@ class _Embedding(NamedTuple):
         return self.module(value.reshape((-1,) + value.shape[cut:])).reshape(
             value.shape[:cut] + (1, -1)
         )
+
+
+def with_latent_blocks(net: BayesNet, blocks: Sequence[Sequence[str]] | None) -> BayesNet:
+    """Returns the network with the observed sites that ``blocks`` names latent: they are semi-observed."""
+    named: set[Any] = {name for block in blocks or () for name in block}
+    if not named & set(net.observed):
+        return net
+    sites = {
+        name: dataclasses.replace(site, observed=False) if name in named else site
+        for name, site in net.sites.items()
+    }
+    return BayesNet(sites, net.edges, plate_sizes=net.plate_sizes, nesting=net.nesting)
+
+
+def with_hidden_evidence(net: BayesNet) -> BayesNet:
+    """Returns the network of a blocked model, with evidence that the guide cannot see on its barren latents.
+
+    ``poutine.block`` may hide data, so a latent without observed descendants need not be without evidence. All such
+    latents get an observed child in common for each set of plates that they lie in.
+    """
+    seen = set(net.observed)
+    for name in net.observed:
+        seen |= nx.ancestors(net.graph, name)
+    barren = [name for name in net.latent if name not in seen]
+    sites, edges = dict(net.sites), list(net.edges)
+    for plates in {net.plates[name] for name in barren}:
+        node = ("hidden", *sorted(plates))
+        sites[node] = Site(node, plates=plates, observed=True)
+        edges.extend((name, node) for name in barren if net.plates[name] <= plates)
+    return BayesNet(sites, edges, plate_sizes=net.plate_sizes, nesting=net.nesting)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,25 +28,18 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.first_call import FirstCall
-from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.one_pass import Pass, sum_plates
 from pyro_nami.guide.plan import Plan
 from pyro_nami.program.flat_priors import CUT, MOST_LOST
+from pyro_nami.program.initial_values import PRIOR_DRAWS
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.site_values import any_value
 
-__all__ = ["cut_by_bounds", "first_ones", "flaw_of_tables", "marginal"]
+__all__ = ["CHECKED_DRAWS", "check_tables", "first_ones", "marginal"]
 
-PRIOR_SAMPLES = (
-    256  # draws by which the spread of a prior is told; it is where the search for a grid begins
-)
-# width of the first grid, in widths of the prior's middle 68%; a search that begins too narrow takes more steps
-FIRST_WIDTH = 4.0
-MIN_WIDTH = 1e-6  # of a prior that is nearly a constant, in unconstrained space
-# points that the grid of a further latent, at each point of the first, is counted as
-INNER_POINTS = 15
 CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
 # nats more, where data are so large beside their noise that single precision tells no better
 MAX_ROUNDING = 0.3
@@ -57,62 +50,45 @@ def first_ones(
 ) -> ConjugateGroup | None:
     """Returns one or two latents to sample first from a grid, if all others are exact given them; else None."""
     rest = [name for name in order if name not in groups]
-    nodes = first.nodes
-    options = first.options
-    hidden = first.found.hidden_randomness
-    known = {*first.net.observed, *rest}
-    searched = (
+    options, nodes = first.options, first.nodes
+    is_searched = (
         options.inverse == "auto"
         and options.blocks is None
         and options.rules.keys().isdisjoint(rest)
+        and not first.semi_observed
     )
-    if not searched or not groups or not 0 < len(rest) <= MOST_ON_GRID or first.semi_observed:
+    if not is_searched or not groups or not 0 < len(rest) <= MOST_ON_GRID:
         return None
-    if (
-        not all(group.is_exact for group in groups.values())
-        or first.plates.partial
-        or first.unread
-        or hidden
-    ):
+    if first.plates.partial or first.unread or first.found.hidden_randomness:
+        return None
+    if not all(group.is_exact for group in groups.values()):
         return None
     if options.simulated and any(group.is_tabulated for group in groups.values()):
         return None  # grids of grids take seconds for one data set
-    if any(
-        name in (options.families or ()) or not known.issuperset(inverse.parents[name])
-        for name in rest
-    ):
+    if any(bool((torch.as_tensor(nodes[n]["scale"]) != 1).any()) for n in (*order, *first.data)):
         return None
-    if any(
-        first.frames[name] or torch.Size(nodes[name]["fn"].event_shape).numel() != 1
-        for name in rest
-    ):
-        return None
-    if any(support_of(nodes[name]["fn"]).is_discrete for name in rest):
-        return None
-    moving = (name for name in rest if has_tensor_bounds(support_of(nodes[name]["fn"])))
-    if any(
-        not set(first.net.graph.predecessors(name)) <= set(first.net.observed) for name in moving
-    ):
-        return None
-    for name in (*order, *first.data):
-        site = nodes[name]
-        if bool((torch.as_tensor(site["scale"]) != 1).any()) or (
-            name in rest and own_mask(site) is not None
-        ):
-            return None
-    return ConjugateGroup(tuple(rest), tuple(first.data), form="marginal")
+    known = {*first.net.observed, *rest}
+    if all(known.issuperset(inverse.parents[name]) and _fits_grid(first, name) for name in rest):
+        return ConjugateGroup(tuple(rest), tuple(first.data), form="marginal")
+    return None
 
 
-def marginal(
-    plan: Plan, call: Call, current: Pass, group: ConjugateGroup, derive: Callable
-) -> Marginal:
-    """Returns the grid's conditionals for a call; a kept grid is used while data and arguments are the same.
+def _fits_grid(first: FirstCall, name: str) -> bool:
+    """Whether a latent is one continuous number, whose bounds no latent moves, and whose family is not chosen."""
+    site = first.nodes[name]
+    support = support_of(site["fn"])
+    parents = set(first.net.graph.predecessors(name))
+    is_number = not first.frames[name] and math.prod(site["fn"].event_shape) == 1
+    are_known = not has_tensor_bounds(support) or parents <= set(first.net.observed)
+    is_free = name not in (first.options.families or ()) and own_mask(site) is None
+    return is_number and not support.is_discrete and are_known and is_free
 
-    ``derive`` is `pyro_nami.guide.derivation.derive`.
-    """
+
+def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Marginal:
+    """Returns the grid's conditionals for a call; a kept grid is used while data and arguments are the same."""
     leaves = [*call.program.leaves(), *tree_leaves([call.values, call.held])]
     known, found, seen = call.derived.tables.get(group, (None, None, None))
-    joint = _Joint.of(plan, call, current, derive)
+    joint = _Joint(plan, call, current)
     same = known is not None and known.are(leaves)
     sites = joint.sites_if_same(seen) if same else None
     if sites is None:
@@ -129,22 +105,29 @@ def marginal(
     return found
 
 
-def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> str:
-    """Returns why the first latents cannot be sampled from a grid; empty if they can.
+def check_tables(plan: Plan, call: Call, current: Pass) -> tuple[str, dict[str, str]]:
+    """Checks draws of the first latents from a grid, and of all others given them.
 
-    Draws by it have to have the log density that it says, all others drawn given them, up to a constant.
+    Returns:
+        Why the first latents cannot be sampled from the grid, empty if they can: draws have to have the log density
+        that the grid says, up to a constant. And latent -> reason, for latents with flat priors whose bounds cut off
+        part of the posterior: `Refutation` knows no values of the first latents.
     """
-    group = _marginal_group(plan)
+    group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
     if group is None:
-        return ""
-    joint = _Joint.of(plan, call, current, derive)
-    grids = {each for each in plan.groups.values() if each.is_tabulated}
-    if points_of(group) * INNER_POINTS ** len(grids) > rows_in_memory(joint.rows()):
-        return "a grid for all rows of data is too large"
+        return "", {}
+    joint = _Joint(plan, call, current)
+    if points_of(group) > rows_in_memory(joint.rows()):
+        return "a grid for all rows of data is too large", {}
     try:
         joint.check_runs_for_many(group)
-        with _hidden(seed=1):
+        with _hidden():
             values, given = joint.table(group).draw(CHECKED_DRAWS, joint.leading)
+            if any(each.flat for each in plan.groups.values()):
+                lost = joint.with_others(values)[0].derived.lost()
+                cut = {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
+                if cut:
+                    return "", cut
             spread = float((joint.log_density(values) - given).std(0).max())
         with torch.enable_grad():
             sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
@@ -152,12 +135,12 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
                 log_density_of(sites[name]) for name in (*plan.order, *plan.read) if name in sites
             ]
         if next(parameters_of(*densities), None) is not None:
-            return "the model has parameters, which are still to be learned"
+            return "the model has parameters, which are still to be learned", {}
         rounding = _rounding(sites[name] for name in plan.read if name in sites)
         is_exact = spread < MAX_ERROR + min(MAX_ROUNDING, rounding)
-        return "" if is_exact else f"by quadrature it would be off by {spread:.2g} nats"
+        return "" if is_exact else f"by quadrature it would be off by {spread:.2g} nats", {}
     except Exception as error:  # noqa: BLE001  whatever a model does at values far out
-        return f"quadrature fails with {type(error).__name__}: {error}"
+        return f"quadrature fails with {type(error).__name__}: {error}", {}
 
 
 def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
@@ -170,33 +153,11 @@ def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
     return total**0.5
 
 
-def cut_by_bounds(plan: Plan, call: Call, current: Pass, derive: Callable) -> dict[str, str]:
-    """Returns latent -> reason, for latents with flat priors whose bounds cut off part of the posterior.
-
-    What is derived as flat is that given the latents that come first, which `Refutation` knows no values of.
-    """
-    group = _marginal_group(plan)
-    if group is None or not any(each.flat for each in plan.groups.values()):
-        return {}
-    joint = _Joint.of(plan, call, current, derive)
-    try:
-        with _hidden(seed=1):
-            values, _ = joint.table(group).draw(CHECKED_DRAWS, joint.leading)
-            lost = joint.with_others(values)[0].derived.lost()
-    except Exception:  # noqa: BLE001  of which `flaw_of_tables` tells
-        return {}
-    return {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
-
-
-def _marginal_group(plan: Plan) -> ConjugateGroup | None:
-    return next((group for group in plan.groups.values() if group.form == "marginal"), None)
-
-
 @contextmanager
-def _hidden(seed: int = 0) -> Iterator[None]:
+def _hidden() -> Iterator[None]:
     """Makes runs of the model without gradients, with random numbers of a seed, and without validation."""
     with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-        pyro.set_rng_seed(seed)
+        pyro.set_rng_seed(0)
         yield
 
 
@@ -206,18 +167,18 @@ class _Joint(NamedTuple):
     plan: Plan
     call: Call
     current: Pass
-    derive: Callable
-    leading: torch.Size  # sizes of the data's batch dims, and 1 for each plate dim
 
-    @classmethod
-    def of(cls, plan: Plan, call: Call, current: Pass, derive: Callable) -> _Joint:
-        """Returns the marginal density for the data of a call."""
-        leading = leading_shape(call.values, plan.event_dims, plan.plates.nesting)
-        return cls(plan, call, current, functools.partial(derive, plan, call), leading)
+    @property
+    def leading(self) -> torch.Size:
+        """Sizes of the data's batch dims, and 1 for each plate dim."""
+        plan = self.plan
+        return leading_shape(self.call.values, plan.event_dims, plan.plates.nesting)
 
     def rows(self) -> int:
-        """Returns the number of values of the site that has most."""
-        return max((value.numel() for value in self.call.values.values()), default=1)
+        """Returns the number of values of the site that has most, at all points of further grids."""
+        grids = {each for each in self.plan.groups.values() if each.form == "quadrature"}
+        values = max((value.numel() for value in self.call.values.values()), default=1)
+        return values * math.prod(map(points_of, grids))
 
     def check_runs_for_many(self, group: ConjugateGroup) -> None:
         """Raises ValueError if the model pairs every draw with every other, which takes too much memory on a grid."""
@@ -241,22 +202,22 @@ class _Joint(NamedTuple):
             middle, half = [], []
             for name in group.members:  # the spread of the prior
                 draws = self._draws(layouts[name], name, sites[name]["fn"])
-                low, center, high = draws.quantile(draws.new_tensor([0.16, 0.5, 0.84]))
+                center = draws.median()
+                reach = (draws - center).abs().max().clamp(min=torch.finfo(draws.dtype).eps ** 0.5)
                 middle.append(center.expand(self.leading))
-                width = FIRST_WIDTH * (high - low).clamp(min=MIN_WIDTH)
-                half.append(width.expand(self.leading) / 2)
+                half.append(reach.expand(self.leading))
             like = self.plan.initial[group.members[0]]
             box = Box.upright(middle, half)
             return Marginal(group, layouts, like, box, self.log_density)
 
     def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
-        """Returns draws from a prior in unconstrained space; numbers about the initial value from an improper one."""
+        """Returns draws from a prior in unconstrained space, or numbers about the initial value if it is improper."""
         try:
-            return layout.elements(prior.sample((PRIOR_SAMPLES,))).flatten().double()
+            return layout.elements(prior.sample((PRIOR_DRAWS,))).flatten().double()
         except NotImplementedError:
             start = layout.elements(self.plan.initial[name]).flatten().double()
             return start + torch.linspace(
-                -1, 1, PRIOR_SAMPLES, dtype=start.dtype, device=start.device
+                -1, 1, PRIOR_DRAWS, dtype=start.dtype, device=start.device
             )
 
     def seen(self, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
@@ -269,7 +230,7 @@ class _Joint(NamedTuple):
     def sites_if_same(self, seen: tuple[dict[str, Tensor], Tensor]) -> dict[str, Any] | None:
         """Returns the sites of a run at these draws; None if the log density is another by more than rounding."""
         values, before = seen
-        with _hidden():
+        with torch.no_grad(), pyro.validation_enabled(False):  # of a run that draws nothing
             sites = self._sites(values)
             now = self._log_density_of(sites, values)
         same = torch.isclose(now, before, rtol=1e-4, atol=MAX_ERROR, equal_nan=True)
@@ -289,7 +250,7 @@ class _Joint(NamedTuple):
 
     def with_others(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
         """Returns a pass in which all others are drawn given values, and the log density of the others."""
-        inner = self.current.beside(self.plan.rules, self.derive, at)
+        inner = self.current.beside(self.plan.rules, at)
         passed = {*at, *self.call.lacking, *self.call.from_prior, *self.call.held}
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
         for name in (name for name in self.plan.order if name not in passed):
@@ -299,7 +260,8 @@ class _Joint(NamedTuple):
             fn = fn.expand(broadcast(fn.batch_shape, plate_shape(site)))
             value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
             inner.note_bounds(name, fn)
-            terms.append(_summed(rule.masked(fn.log_prob(value), site), self.plan.plates.nesting))
+            log_prob = rule.masked(fn.log_prob(value), site)
+            terms.append(sum_plates(log_prob.double(), self.plan.plates.nesting))
         return inner, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
     def _sites(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -309,14 +271,8 @@ class _Joint(NamedTuple):
         """Returns the log density in nats of values and data, ``(points, *batch)``, at the sites of their run."""
         known = values.keys() | set(self.plan.bayesnet.observed)
         terms = [
-            _summed(log_density_of(sites[name]), self.plan.plates.nesting)
+            sum_plates(log_density_of(sites[name]).double(), self.plan.plates.nesting)
             for name in sites
             if name in known
         ]
         return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
-
-
-def _summed(log_prob: Tensor, nesting: int) -> Tensor:
-    """Returns log densities summed over plates, in doubles, as ``(*batch)``."""
-    dims = tuple(range(-min(nesting, log_prob.dim()), 0))
-    return log_prob.double().sum(dims) if dims else log_prob.double()

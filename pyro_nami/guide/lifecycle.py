@@ -25,20 +25,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_nami.guide.build import assemble
-from pyro_nami.guide.call import Call
-from pyro_nami.guide.exchangeable import Reading, exchangeable_plates
-from pyro_nami.guide.handover import hand_over
+from pyro_nami.guide.call import Call, Reading
+from pyro_nami.guide.exchangeable import exchangeable_plates
+from pyro_nami.guide.known_parameters import (
+    check_store,
+    give_to_store,
+    hand_over,
+    warn_of_other_weights,
+)
 from pyro_nami.guide.mode import Mode
-from pyro_nami.guide.observed import ObservedFeatures
+from pyro_nami.guide.observed import tell_observed
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
 from pyro_nami.guide.reader import CallReader, has_first_sizes
-from pyro_nami.guide.store_names import check_store, give_to_store, warn_of_other_weights
+from pyro_nami.messages import quoted
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.many_draws import FEWEST_DRAWS
 from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner, needs_arguments, takes_observations
@@ -50,7 +56,6 @@ OTHER_STRUCTURE = (
     "The arguments and data of a guide's first call decide what is derived, and the sizes of its networks. Call the "
     "new guide with data of training first, or save the state with save_data=True."
 )
-START_DRAWS = 5  # by whose ELBO starts of bounds are compared, all of the same seed
 
 
 class LazyGuide(AutoGuide):
@@ -60,19 +65,13 @@ class LazyGuide(AutoGuide):
     the original with the copy; this one keeps it, and a copy that cannot hold it gets it back by `bind`.
     """
 
-    _plan: Plan  # this and the next two are None before the first call
+    _plan: Plan  # this and the next one are None before the first call
     _reader: CallReader
-    _observed: ObservedFeatures
     _options: Options
     _waiting_state: tuple[dict[str, Any], bool, bool] | None
     network: InverseNetwork
 
     # ---- the first call
-
-    @property
-    def _assembly(self) -> Plan:
-        """The plan, by the name that the check of a second device knows."""
-        return self._plan
 
     def _made(self) -> Plan:
         if self._plan is None:
@@ -91,12 +90,7 @@ class LazyGuide(AutoGuide):
         subsampled = self._subsampled(*args, **kwargs)
         plan, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
         self._plan, self.network = plan, network
-        mode = self._options.mode or (Mode.AMORTIZED if plan.semi_observed else Mode.FIXED)
-        is_asked = self._options.mode is not None
-        self._reader = CallReader(
-            plan, self._options.covariates, self._options.index_maps, mode, is_asked
-        )
-        self._observed = ObservedFeatures(self._options.embeddings)
+        self._reader = CallReader(plan, self._options)
         for name in [
             name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)
         ]:
@@ -119,7 +113,7 @@ class LazyGuide(AutoGuide):
         # in the store: they are started already
         if len(starts) < 2 or self._options.observed or stored:
             return
-        elbo, losses = Trace_ELBO(START_DRAWS), []
+        elbo, losses = Trace_ELBO(FEWEST_DRAWS), []
         with (
             untouched(self.model),
             own_dims(),
@@ -192,13 +186,17 @@ class LazyGuide(AutoGuide):
         plan = self._made()
         for name in observations:
             if name not in plan.names:
-                known = ", ".join(map(repr, plan.bayesnet.observed))
+                known = quoted(plan.bayesnet.observed)
                 raise ValueError(
                     f"Expected observations of the model's sites, {known}; got one of '{name}'."
                 )
         # of several data sets, whose values the model's runs hold, it sees the first
         if "observations" in kwargs:
-            kwargs = {**kwargs, "observations": _first_set(observations, plan)}
+            first_set = {
+                name: plan.first_of(name, value) if torch.is_tensor(value) else value
+                for name, value in observations.items()
+            }
+            kwargs = {**kwargs, "observations": first_set}
         plates = self._create_plates(*args, **kwargs)
         call = Call(Program(plan.for_many(self.model), args, kwargs))
         self.network.backward = backward = Backward()
@@ -213,23 +211,25 @@ class LazyGuide(AutoGuide):
         moving = frozenset(
             name for name in self._plan.sites if name in set(map(site_of, memory.history.moving))
         )
-        first = Reading(Call(Program(self.model, args, kwargs)), memory.surroundings)
+        first = memory.kept or Reading(Call(Program(self.model, args, kwargs)))
+        around = first.surroundings
         along = exchangeable_plates(first, self._reader.differing or first, moving)
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
         before = list(self.network.parameters())
         self._unmake()
-        with memory.surroundings.restored() if memory.surroundings else nullcontext():
+        with around.restored() if around else nullcontext():
             self._setup_prototype(*args, **kwargs)
-        self._reader.memory = memory
-        memory.surroundings = None
+        if memory.kept:
+            memory.kept = memory.kept._replace(surroundings=None)
         memory.forget_derived()
+        self._reader.memory = memory
         hand_over(before, list(self.network.parameters()))
         logging.getLogger(__name__).warning(
             "The data of %s differ from step to step, so the guide takes them for minibatches of one data set, over "
             "%s: latents outside are learned from all steps, latents inside are inferred from the data of each call. "
             "To say otherwise make the guide with mode='fixed', for one data set, or mode='amortized', for a posterior "
             "of each data set; or name another plate in the model: pyro.plate(name, size, subsample_size=rows).",
-            ", ".join(map(repr, sorted(moving))),
+            quoted(sorted(moving)),
             " and ".join(f"plate {plate!r}" for plate in sorted(self._plan.plates.minibatched))
             or "no plate",
         )
@@ -287,7 +287,7 @@ class LazyGuide(AutoGuide):
         if not network.settled:
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
                 state = NetworkState(network, call.maps)
-                self._observed.tell(state, plan, call, network)
+                self._tell(state, call)
                 state.settle()
         state = NetworkState(
             network,
@@ -298,8 +298,12 @@ class LazyGuide(AutoGuide):
             indices=call.indices,
             refinement=refinement,
         )
-        self._observed.tell(state, plan, call, network)
+        self._tell(state, call)
         return state
+
+    def _tell(self, state: NetworkState, call: Call) -> None:
+        """Gives the networks' state everything observed."""
+        tell_observed(state, self._plan, call, self._reader.cache, self._options.embeddings)
 
     def serve_any_data(self) -> None:
         """Makes the guide amortized: it is made anew at the next call, if there was one.
@@ -405,7 +409,6 @@ class LazyGuide(AutoGuide):
     def _set_plan(self, plan: Plan) -> None:
         self._plan = plan
         self._reader.follow(plan)
-        self._observed.forget()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -419,9 +422,7 @@ class LazyGuide(AutoGuide):
             return nn.modules.module._IncompatibleKeys([], [])
         saved = set(state_dict.get("_extra_state", {}).get("learned", self._plan.learned))
         if strict and (differing := saved.symmetric_difference(self._plan.learned)):
-            own, names = (
-                ", ".join(map(repr, sorted(each))) for each in (self._plan.learned, differing)
-            )
+            own, names = (quoted(sorted(each)) for each in (self._plan.learned, differing))
             raise RuntimeError(
                 f"Expected a state_dict of a guide that learns {own or 'nothing'}; got one where {names} differ. "
                 + OTHER_STRUCTURE
@@ -441,14 +442,6 @@ class LazyGuide(AutoGuide):
             self._reader.apply(fn, plan)
             self._set_plan(plan)
         return self
-
-
-def _first_set(observations: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Returns the values of the first of several data sets."""
-    return {
-        name: plan.first_of(name, value) if torch.is_tensor(value) else value
-        for name, value in observations.items()
-    }
 
 
 def _picklable(model: Any) -> bool:

@@ -14,7 +14,8 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_nami.guide.arguments import Arguments
+from pyro_nami.guide.arguments import Cache
+from pyro_nami.guide.call import Call
 from pyro_nami.guide.plan import Plan
 from pyro_nami.parameters.inputs import IndexMaps
 from pyro_nami.program.isolation import untouched
@@ -28,82 +29,70 @@ Pair = tuple[str, str]
 class MapReader:
     """Finds the index maps of each call of one guide; ``given`` is its option ``index_maps``."""
 
-    def __init__(self, plan: Plan, given: Mapping[Pair, Callable]) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, given: Mapping[Pair, Callable], cache: Cache) -> None:
+        self.plan, self._cache = plan, cache
         self._pairs = [(rows, each.plate) for each in plan.map_plans for rows in each.dims]
         self._given = {self._pair(*sites): function for sites, function in given.items()}
         self._slots: dict[Pair, int] = {}
-        self.forget()
+        self._latest: IndexMaps | None = None
 
-    def forget(self) -> None:
-        """Forgets the maps of earlier calls."""
-        self._kept: tuple[Arguments, IndexMaps] | None = None
-        self._table: dict[Pair, Tensor] = {}
-        self._table_key = Arguments()
-
-    def read(self, call: Any, leaves: Sequence[Any]) -> IndexMaps:
-        """Returns the maps of a call with arguments ``leaves``."""
-        if not call.indices and self._kept is not None:
-            arguments, kept = self._kept
+    def read(self, call: Call) -> IndexMaps:
+        """Returns the maps of a call."""
+        if torch.jit.is_tracing() and self._latest is not None and not call.indices:
             # where no search can run; a map that is an argument is that of later calls
-            if torch.jit.is_tracing():
-                return IndexMaps(
-                    {**kept.maps, **{pair: leaves[i] for pair, i in self._slots.items()}},
-                    kept.sizes,
-                )
-            if arguments.are(leaves):
-                return kept
-        with untouched(call.program.model), torch.no_grad(), pyro.validation_enabled(False):
-            found = IndexMaps(*self._find(call, leaves, self._pairs))
-        if not call.indices:
-            self._kept = Arguments(leaves), found
-        return found
+            leaves = call.program.leaves()
+            slots = {pair: leaves[i] for pair, i in self._slots.items()}
+            return IndexMaps({**self._latest.maps, **slots}, self._latest.sizes)
+        self._latest = self._cache.get("index maps", call.leaves, lambda: self._find(call))
+        return self._latest
 
-    def _find(
-        self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
-    ) -> tuple[dict[Pair, Tensor], dict[str, int]]:
+    @torch.no_grad()
+    def _find(self, call: Call) -> IndexMaps:
+        with untouched(call.program.model), pyro.validation_enabled(False):
+            return self._found(call)
+
+    def _found(self, call: Call) -> IndexMaps:
+        plan, leaves = self.plan, call.program.leaves()
         data = {
-            name: self._single(name, value) for name, value in {**call.held, **call.values}.items()
+            name: plan.first_of(name, value) for name, value in {**call.held, **call.values}.items()
         }
-        held = {**self.plan.initial, **data}
+        held = {**plan.initial, **data}
 
         def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
             return call.run({**held, **values}, broadcast=True)
 
         sites = call.sites or run({})
-        sizes = {each.plate: _size(each, sites) for each in self.plan.map_plans}
-        maps = self._from_user(call, pairs, sizes) | self._from_table(call, leaves, pairs)
+        sizes = {
+            each.plate: max(sites[name]["fn"].batch_shape[each.dim] for name in each.values)
+            for each in plan.map_plans
+        }
+        maps = self._from_user(call, sizes)
+        known = self._rows(call, leaves)
+        parts = [
+            pair for pair in self._pairs if pair[0] in call.indices and pair[1] not in call.indices
+        ]
+        for pair in parts:
+            rows = known.setdefault(pair, {})
+            index = [rows.get(row, -1) for row in call.indices[pair[0]].tolist()]
+            if pair not in maps and -1 not in index:
+                maps[pair] = torch.tensor(index, device=plan.factory["device"])
         slots = {
             pair: leaves[i]
             for pair, i in self._slots.items()
-            if pair not in maps and i < len(leaves)
-        }
-        slots = {
-            pair: leaf
-            for pair, leaf in slots.items()
-            if pair in pairs and _is_map(leaf, sizes[pair[1]])
+            if pair not in maps and i < len(leaves) and _is_map(leaves[i], sizes[pair[1]])
         }
         if slots and maps_hold(run, self._plans(slots), held, slots):
             maps |= slots
-        wanted = [pair for pair in pairs if pair not in maps]
+        wanted = [pair for pair in self._pairs if pair not in maps]
         if wanted:
             maps |= find_maps(run, self._plans(wanted), held)
-            self._fill_table(call, {pair: maps[pair] for pair in wanted})
+            for pair in parts:
+                known[pair].update(zip(call.indices[pair[0]].tolist(), maps[pair].tolist()))
             for pair in wanted:
                 for i, leaf in enumerate(leaves):
                     if _equal(leaf, maps[pair]):
                         self._slots[pair] = i
-        return maps, sizes
-
-    def _single(self, name: str, value: Tensor) -> Tensor:
-        """Returns the first of several data sets at a site, of the site's own shape."""
-        site = self.plan.sites[name]
-        extra = (
-            value.dim()
-            - site.event_dim
-            + min((self.plan.plates.dims[plate] for plate in site.plates), default=0)
-        )
-        return value[(0,) * max(extra, 0)]
+        return IndexMaps(maps, sizes)
 
     def _plans(self, pairs: Collection[Pair]) -> list[MapPlan]:
         """Returns the plans of some maps alone."""
@@ -120,13 +109,11 @@ class MapReader:
         )
         return each.targets[site], each.plate
 
-    def _from_user(
-        self, call: Any, pairs: Sequence[Pair], sizes: Mapping[str, int]
-    ) -> dict[Pair, Tensor]:
+    def _from_user(self, call: Call, sizes: Mapping[str, int]) -> dict[Pair, Tensor]:
         maps = {}
-        for pair in self._given.keys() & set(pairs):
+        for pair, given in self._given.items():
             rows, plate = pair
-            index = self._given[pair](*call.program.args, **call.program.kwargs)
+            index = given(*call.program.args, **call.program.kwargs)
             if rows in call.indices and len(index) != len(call.indices[rows]):
                 index = index[call.indices[rows]]
             if not _is_map(index, sizes[plate]):
@@ -137,43 +124,12 @@ class MapReader:
             maps[pair] = index.to(self.plan.factory["device"])
         return maps
 
-    def _from_table(
-        self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
-    ) -> dict[Pair, Tensor]:
-        """Returns the maps of the rows of subsampled plates, where all of them were met before.
-
-        They are those of the full plates, so which rows a call holds is no matter.
-        """
-        if not call.indices:
-            return {}
+    def _rows(self, call: Call, leaves: Sequence[Any]) -> dict[Pair, dict[int, int]]:
+        """Returns what earlier calls on the same arguments, whichever rows they had, told of maps: row -> instance."""
         rows = [id(index) for index in call.indices.values()]
-        leaves = [leaf for leaf in leaves if id(leaf) not in rows]
-        if not self._table_key.are(leaves):
-            self._table, self._table_key = {}, Arguments(leaves)
-        maps = {}
-        for pair in self._table.keys() & set(pairs):
-            index = self._table[pair][call.indices[pair[0]]]
-            if (index >= 0).all():
-                maps[pair] = index
-        return maps
-
-    def _fill_table(self, call: Any, maps: Mapping[Pair, Tensor]) -> None:
-        for (rows, plate), index in maps.items():
-            if rows in call.indices and plate not in call.indices:
-                where = call.indices[rows]
-                size = max(
-                    self.plan.bayesnet.plate_sizes[rows], int(where.max()) + 1 if len(where) else 0
-                )
-                table = self._table.setdefault((rows, plate), index.new_full((size,), -1))
-                if len(table) < size:
-                    table = torch.cat((table, index.new_full((size - len(table),), -1)))
-                table[where] = index
-                self._table[rows, plate] = table
-
-
-def _size(plan: MapPlan, sites: Mapping[str, Any]) -> int:
-    """Returns the size of the plate that a map leads to."""
-    return max(sites[name]["fn"].batch_shape[plan.dim] for name in plan.values)
+        others = [leaf for leaf in leaves if id(leaf) not in rows]
+        known: dict[Pair, dict[int, int]] = self._cache.get("rows of index maps", others, dict)
+        return known
 
 
 def _is_map(index: Any, size: int) -> bool:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import NoneType
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_nami.guide.arguments import Arguments
-from pyro_nami.guide.call import Call, Derived
+from pyro_nami.guide.arguments import Cache
+from pyro_nami.guide.call import Call, Derived, Reading
 from pyro_nami.guide.mode import Data, DataHistory, Mode, fingerprint
-from pyro_nami.program.surroundings import Surroundings
 
 __all__ = ["Memory"]
 
@@ -22,47 +22,38 @@ Context = tuple[tuple, dict, dict, dict]  # arguments, keyword arguments, indice
 
 
 class Memory:
-    """What a guide keeps from call to call.
+    """What a guide keeps from call to call; ``cache`` is for copies of arguments and for fingerprints.
 
     Example:
         >>> import torch
-        >>> memory = Memory(Mode.FIXED)
+        >>> memory = Memory(Mode.FIXED, Cache())
         >>> memory.data_of({"y": torch.ones(3)}) == memory.data_of({"y": torch.ones(3, dtype=torch.double)})
         True
     """
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: Mode, cache: Cache) -> None:
         self.mode = mode
+        self.cache = cache
         self.history = DataHistory()
         self.context: Context | None = None  # of the call whose data the guide answers for
-        # that call; None where a loaded guide has not made it of the context yet
-        self.call: Call | None = None
-        # what the model reads besides its arguments, at that call; None in a guide that is not fixed, or was loaded
-        self.surroundings: Surroundings | None = None
+        # that call and what it read, without surroundings in a guide that is not fixed, or was loaded;
+        # None where a loaded guide has not made it of the context yet
+        self.kept: Reading | None = None
         self.has_one_context = True  # whether all training steps had the same arguments
         self.derived = Derived({}, {}, {})
-        # arguments and data of the latest copy, and it
-        self._frozen: tuple[Arguments, Data, Call] | None = None
-        # node -> value last seen, and its fingerprint
-        self._fingerprints: dict[Hashable, tuple[Arguments, str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **self.__dict__,
-            "_fingerprints": {},
             "derived": Derived({}, {}, {}),
             "context": self.plain_context(),
-            "call": None,
-            "surroundings": None,
-            "_frozen": None,
+            "kept": None,
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__.update(
-            copy.deepcopy(self.__getstate__(), memo),
-            context=self.context,
-            surroundings=self.surroundings,
+            copy.deepcopy(self.__getstate__(), memo), context=self.context, kept=self.kept
         )
         return copied
 
@@ -72,17 +63,18 @@ class Memory:
 
     def data_of(self, values: Mapping[Hashable, Tensor]) -> Data:
         """Returns node -> fingerprint of its value; only changed tensors are hashed anew."""
-        return {node: self._fingerprint(node, value) for node, value in values.items()}
+        return {
+            node: self.cache.get(("fingerprint", node), [value], partial(fingerprint, value))
+            for node, value in values.items()
+        }
 
     def frozen(self, call: Call, data: Data) -> Call:
-        """Returns a copy of a call, with copies of its tensors; the stored copy if the call is the same.
+        """Returns a copy of a call, with copies of its tensors; the same one while arguments and ``data`` are."""
+        leaves = [*call.program.leaves(), data]
+        found: Call = self.cache.get("frozen", leaves, lambda: self._copied(call))
+        return found
 
-        Args:
-            call: with its ``data``.
-        """
-        leaves = call.program.leaves()
-        if self._frozen is not None and self._frozen[0].are(leaves) and self._frozen[1] == data:
-            return self._frozen[2]
+    def _copied(self, call: Call) -> Call:
         copies: dict[int, Tensor] = {}
         parts = (
             call.program.args,
@@ -96,16 +88,13 @@ class Memory:
         )
         held |= {name: value for name, value in values.items() if name not in call.moving}
         program = call.program._replace(args=args, kwargs=kwargs)
-        frozen = replace(call, program=program, indices=indices, values=values, held=held)
-        self._frozen = Arguments(leaves), data, frozen
-        return frozen
+        return replace(call, program=program, indices=indices, values=values, held=held)
 
-    def keep(self, call: Call, surroundings: Surroundings | None) -> None:
-        """Makes a frozen call the one whose data the guide answers for."""
-        self.surroundings = surroundings
-        if call is self.call:
+    def keep(self, reading: Reading) -> None:
+        """Makes a frozen call, with its data, the one whose data the guide answers for."""
+        before, self.kept, call = self.kept, reading, reading.call
+        if before is not None and before.call is call:
             return
-        before, self.call = self.call, call
         self.context = (
             call.program.args,
             dict(call.program.kwargs),
@@ -114,10 +103,6 @@ class Memory:
         )
         if before is not None and self.history.is_trained:
             self.has_one_context = False
-
-    def thaw(self) -> None:
-        """Forgets the latest copy of a call, as the model reads other data besides its arguments."""
-        self._frozen = None
 
     def forget_derived(self) -> None:
         """Forgets what was derived from data."""
@@ -129,11 +114,8 @@ class Memory:
         The call that is kept stays where it has the data of the saved guide.
         """
         data = {names[key]: value for key, value in state.get("data", {}).items()}
-        kept = (
-            self._frozen[1] if self._frozen is not None and self._frozen[2] is self.call else None
-        )
-        if state.get("context") is not None or kept != data:
-            self.context, self.call, self.surroundings = state.get("context"), None, None
+        if state.get("context") is not None or self.kept is None or self.kept.data != data:
+            self.context, self.kept = state.get("context"), None
         self.mode, self.history = Mode(state["mode"]), DataHistory()
         self.history.current = data if state["trained"] else None
         self.history.moving = frozenset(names[key] for key in state.get("moving", ()))
@@ -141,16 +123,7 @@ class Memory:
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device."""
-        self.context, self.call = tree_map_only(Tensor, fn, self.context), None
-        self.surroundings = None  # its tensors are elsewhere
-        self._frozen = None
-        self._fingerprints.clear()
-
-    def _fingerprint(self, node: Hashable, value: Tensor) -> str:
-        kept = self._fingerprints.get(node)
-        if kept is None or not kept[0].are([value]):
-            kept = self._fingerprints[node] = Arguments([value]), fingerprint(value)
-        return kept[1]
+        self.context, self.kept = tree_map_only(Tensor, fn, self.context), None
 
 
 def _is_plain(value: Any) -> bool:

@@ -5,92 +5,86 @@ Data that a call lacks, or that are missing, are replaced here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from pyro.poutine.util import is_validation_enabled
 from torch import Tensor
 
-from pyro_nami.guide.arguments import Arguments
+from pyro_nami.guide.arguments import Cache
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.plan import Plan
 from pyro_nami.networks.running import tempered
-from pyro_nami.parameters.conditioning import covariates_of
+from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 
-__all__ = ["ObservedFeatures"]
+__all__ = ["standardized", "tell_observed"]
 
 
-class ObservedFeatures:
-    """Features of observed nodes, made anew only where a value changed.
+def tell_observed(
+    state: NetworkState, plan: Plan, call: Call, cache: Cache, changing: Collection[str]
+) -> None:
+    """Gives the networks' state the features of all observed values and covariates of a call.
 
-    Args:
-        changing: observed sites whose features depend on weights.
+    Features are made anew where a value changed, or where they depend on weights: those of ``changing`` sites.
     """
+    network = state.network
 
-    def __init__(self, changing: Collection[str] = ()) -> None:
-        self._changing = frozenset(changing)
-        self._kept: dict[Hashable, tuple[Arguments, Tensor]] = {}  # node -> its value, and features
+    def features(node: Any, value: Tensor) -> Tensor:
+        def made() -> Tensor:
+            return standardized(node, value, plan, network)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}}
+        if node in changing or torch.jit.is_tracing():
+            return made()
+        found: Tensor = cache.get(("features", node), [value], made)
+        return found
 
-    def forget(self) -> None:
-        """Forgets the features of earlier calls."""
-        self._kept.clear()
-
-    def tell(self, state: NetworkState, plan: Plan, call: Call, network: InverseNetwork) -> None:
-        """Gives the networks' state the features of all observed values and covariates of a call."""
-        for name in call.lacking.intersection(plan.order):
-            state.put(name, _blank(name, name, plan, call, network))
-        for name in call.lacking.intersection(plan.columns).difference(call.covariates):
-            state.put(covariates_of(name), _blank(covariates_of(name), name, plan, call, network))
-        for name in plan.read:
-            if name not in call.values:
-                state.put(name, _blank(name, name, plan, call, network))
-                continue
-            features = self.features(name, call.values[name], plan, network)
-            column = plan.covariates.mask_column(name)
-            if column is not None:
-                mask = call.covariates[name][..., column : column + 1] != 0
-                features = torch.where(
-                    mask.to(features.device), features, torch.zeros_like(features)
-                )
-            state.put(name, features)
-        for name, values in call.covariates.items():
-            state.put(
-                covariates_of(name), self.features(covariates_of(name), values, plan, network)
-            )
-
-    def features(self, node: Any, value: Tensor, plan: Plan, network: InverseNetwork) -> Tensor:
-        """Returns the standardized features of an observed node, ``(*left, *plates, features)``."""
-        kept = self._kept.get(node)
-        if kept is not None and kept[0].are([value]):
-            return kept[1]
-        features = value
-        if node in plan.sites:
-            _check(node, value, plan)
-            features = plan.features(node, value)
-        if features.shape[-1] != len(network.standard(node)[0]):
-            raise ValueError(
-                f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
-                f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
-            )
-        features = tempered(network.standardize(node, features))
-        if node not in self._changing and not torch.jit.is_tracing():
-            self._kept[node] = Arguments([value]), features
-        return features
+    unseen = [name for name in plan.read if name not in call.values]
+    lacking = call.lacking.intersection(plan.columns).difference(call.covariates)
+    for node in (*call.lacking.intersection(plan.order), *unseen, *map(covariates_of, lacking)):
+        state.put(node, _blank(node, plan, call, network))
+    for name in plan.read:
+        if name in unseen:
+            continue
+        found = features(name, call.values[name])
+        column = plan.covariates.mask_column(name)
+        if column is not None:
+            mask = call.covariates[name][..., column : column + 1] != 0
+            found = torch.where(mask.to(found.device), found, torch.zeros_like(found))
+        state.put(name, found)
+    for name, values in call.covariates.items():
+        state.put(covariates_of(name), features(covariates_of(name), values))
 
 
-def _blank(node: Any, site: str, plan: Plan, call: Call, network: InverseNetwork) -> Tensor:
+def standardized(node: Any, value: Tensor, plan: Plan, network: InverseNetwork) -> Tensor:
+    """Returns the standardized features of an observed node, ``(*left, *plates, features)``."""
+    features = value
+    if node in plan.sites:
+        _check(node, value, plan)
+        features = plan.features(node, value)
+    if features.shape[-1] != len(network.standard(node)[0]):
+        raise ValueError(
+            f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
+            f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
+        )
+    return tempered(network.standardize(node, features))
+
+
+def _blank(node: Any, plan: Plan, call: Call, network: InverseNetwork) -> Tensor:
     """Returns features of a node whose site a call lacks: average ones, and none in plates that the call lacks."""
     plates, shape = plan.plates, [1] * plan.plates.nesting
-    for plate in plan.sites[site].plates:
+    frames = {
+        frame.name
+        for site in call.sites.values()
+        for frame in site["cond_indep_stack"]
+        if frame.vectorized
+    }
+    for plate in plan.sites[site_of(node)].plates:
         if plate in plan.blocks:
             shape[plates.dims[plate]] = plates.sizes[plate]
-        elif plate not in call.frames:
+        elif plate not in frames:
             shape[plates.dims[plate]] = 0
     return torch.zeros(*shape, len(network.standard(node)[0]), **plan.factory)
 

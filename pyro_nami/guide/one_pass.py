@@ -20,11 +20,9 @@ from pyro_nami.factors.family import Family
 from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.parameters.network_state import NetworkState
+from pyro_nami.program.flat_priors import MOST_LOST
 
-__all__ = ["DerivedGroups", "Outside", "Pass", "Term"]
-
-# share of a conditional that is out of bounds: less is hardly seen in draws, nor told by a few
-_MOST_LOST = 1e-3
+__all__ = ["DerivedGroups", "Outside", "Pass", "Term", "sum_plates"]
 
 
 class Term(NamedTuple):
@@ -74,12 +72,6 @@ class DerivedGroups:
     def lost(self) -> dict[str, float]:
         """Returns what share of latents with flat priors is out of bounds, by these draws."""
         return {name: float(fn.lost.mean()) for name, fn in self.boxed.items()}
-
-    def finite(self) -> dict[str, Tensor]:
-        """Returns latent -> where its exact conditional is finite."""
-        return {
-            name: each for solved in self.solved.values() for name, each in solved.finite.items()
-        }
 
 
 class Outside:
@@ -167,11 +159,9 @@ class Pass:
         self.freedom: dict[str, Tensor] = {}
         self._terms: dict[tuple, list[Term]] = {}
 
-    def beside(
-        self, rules: Mapping[str, Any], derive: Callable, values: Mapping[str, Tensor]
-    ) -> Pass:
+    def beside(self, rules: Mapping[str, Any], values: Mapping[str, Tensor]) -> Pass:
         """Returns another pass, by other rules, in which values of some latents are known."""
-        other = Pass(rules, self._families, self.state, derive, Outside(), validate=False)
+        other = Pass(rules, self._families, self.state, self._derive, Outside(), validate=False)
         other.values.update(values)
         return other
 
@@ -256,7 +246,12 @@ class Pass:
         sums = [value.detach().sum() for value in returned.values()] if self.validate else []
         if not sums:
             return
-        finite = self.derived.finite()
+        # latent -> where its exact conditional is finite
+        finite = {
+            name: each
+            for solved in self.derived.solved.values()
+            for name, each in solved.finite.items()
+        }
         whole = [torch.stack([each.all() for each in finite.values()]).all()] if finite else []
         total, *whole = torch.stack([torch.stack(sums).sum(), *whole]).tolist()
         if not all(whole):
@@ -276,7 +271,7 @@ class Pass:
     def _warn_of_bounds(self) -> None:
         """Warns once of each latent whose bounds data do touch, though its prior is taken for flat."""
         for name, share in self.derived.lost().items():
-            if share > _MOST_LOST and self.state.network.tells(f"{name}, bounds"):
+            if share > MOST_LOST and self.state.network.tells(f"{name}, bounds"):
                 warn(
                     f"At these data {share:.1g} of what they leave of '{name}' lies outside of the bounds of its "
                     "prior, which was taken for flat: it is drawn within them, but no longer from the exact "
@@ -293,3 +288,9 @@ class Pass:
                     "its prior stands in for it there. Look for infinite data and for scales near zero, and mask rows "
                     f"that are to say nothing; rules={{'{name}': 'learned'}} does without the exact conditional."
                 )
+
+
+def sum_plates(log_prob: Tensor, nesting: int) -> Tensor:
+    """Returns log densities summed over the plate dims, the rightmost ``nesting``."""
+    dims = tuple(range(-min(nesting, log_prob.dim()), 0))
+    return log_prob.sum(dims) if dims else log_prob

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from pyro_nami.guide.mode import Mode
+from pyro_nami.messages import quoted
 from pyro_nami.networks.pooling import ENCODERS
 
 __all__ = ["Options", "check_names"]
@@ -74,7 +75,7 @@ class Options(NamedTuple):
             raise ValueError(f"Expected max_offsets >= 0; got {self.max_offsets}.")
         for site, rule in self.rules.items():
             if rule not in RULES:
-                names = ", ".join(map(repr, RULES))
+                names = quoted(RULES)
                 raise ValueError(f"Expected rules to be one of {names}; got {rule!r} for '{site}'.")
         for pair, given in self.index_maps.items():
             if not (isinstance(pair, tuple) and len(pair) == 2 and callable(given)):
@@ -88,6 +89,6 @@ def check_names(option: str, names: Collection[str], known: Collection[str], kin
     for name in names:
         if name not in known:
             raise ValueError(
-                f"Expected the keys of `{option}` to be {kind} each, one of {', '.join(map(repr, known)) or 'none'}; "
+                f"Expected the keys of `{option}` to be {kind} each, one of {quoted(known) or 'none'}; "
                 f"got {name!r}."
             )

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.finder import COMPILED, Finder
 from pyro_nami.deriving.refutation import OPEN, Refutation
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.inversion_methods import DIRECTIONS, INVERSIONS, nami
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.first_latents import first_ones
-from pyro_nami.guide.model_inverse import invert
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import SamplingOrder
+from pyro_nami.messages import quoted
 from pyro_nami.program.flat_priors import improper_posterior, is_improper
 
-__all__ = ["find_order"]
+__all__ = ["find_order", "invert"]
 
 
 def find_order(
@@ -39,9 +42,12 @@ def find_order(
     inverse, order, interleaved, groups = _searched(first, finder)
     refused = dict(finder.tests.refused) if finder else {}
     lost = set(finder.tests.lost) if finder else set()
-    _log_learned_modes(
-        [name for name in refused if refused[name] == COMPILED and name not in groups]
-    )
+    compiled = [name for name in refused if refused[name] == COMPILED and name not in groups]
+    if compiled:
+        logging.getLogger(__name__).warning(
+            "Learned, as the objective is compiled, where plain objectives derive modes: %s.",
+            quoted(sorted(compiled)),
+        )
     marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
     if marginal and flaw:
         told = refused.keys() & set(marginal.members)
@@ -92,12 +98,43 @@ def _searched(
     return inverse, order, True, groups
 
 
-def _log_learned_modes(latents: Collection[str]) -> None:
-    if latents:
-        logging.getLogger(__name__).warning(
-            "Learned, as the objective is compiled, where plain objectives derive modes: %s.",
-            ", ".join(map(repr, sorted(latents))),
+def invert(
+    net: BayesNet,
+    inverse: Any,
+    blocks: Sequence[Sequence[str]] | None,
+    parts: Sequence[Sequence[str]] = (),
+) -> Inverse:
+    """Returns the inverse that an option ``inverse`` stands for.
+
+    ``parts`` are blocks that ``"auto"`` prefers, as more conditionals are known exactly then.
+    """
+    if parts:
+        return nami(net, direction="reverse", blocks=parts)
+    if isinstance(inverse, str) and inverse in DIRECTIONS:
+        return nami(net, direction=inverse, blocks=blocks)
+    if blocks is not None:
+        raise ValueError(
+            f"Expected an inverse that honours `blocks`, one of {quoted(DIRECTIONS)}; got {inverse!r}."
         )
+    if isinstance(inverse, str):
+        if inverse not in INVERSIONS:
+            names = quoted((*DIRECTIONS, *INVERSIONS))
+            raise ValueError(
+                f"Expected `inverse` to be one of {names}, an Inverse or a callable; got {inverse!r}."
+            )
+        return INVERSIONS[inverse](net)
+    result = inverse if isinstance(inverse, Inverse) else inverse(net)
+    if not isinstance(result, Inverse):
+        raise TypeError(
+            f"Expected `inverse` to be, or to return, an Inverse; got {type(result).__name__}."
+        )
+    missing = set(net.latent).symmetric_difference(result.net.latent)
+    if missing:
+        raise ValueError(
+            f"Expected an inverse over the model's latent sites {list(net.latent)}; got one that differs in "
+            f"{sorted(map(str, missing))}. Invert `extract_bayesnet(model, ...)` of the same model."
+        )
+    return result
 
 
 def _check_rules(

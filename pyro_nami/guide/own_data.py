@@ -7,7 +7,7 @@ function from a call to a call that knows more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,13 +17,13 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_nami.guide.arguments import Arguments, Look, Looks
+from pyro_nami.guide.arguments import Cache, Look, Looks
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.maps import MapReader
+from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.messages import warn
-from pyro_nami.parameters.inputs import IndexMaps
 from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng, untouched
 from pyro_nami.program.runner import is_fixed
@@ -32,26 +32,18 @@ __all__ = ["OwnData"]
 
 
 class OwnData:
-    """Finds the data that calls bring, and keeps what was found for as long as the arguments are the same.
+    """Finds the data that calls bring.
 
     Args:
-        plan: the guide's; another one may take its place.
-        covariates, index_maps: the guide's options of these names.
+        plan: the guide's.
+        options: the guide's.
+        cache: keeps what was found for as long as the arguments are the same.
     """
 
-    def __init__(
-        self, plan: Plan, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]
-    ) -> None:
-        self.plan, self._option = plan, covariates
-        self._maps = MapReader(plan, index_maps)
+    def __init__(self, plan: Plan, options: Options, cache: Cache) -> None:
+        self.plan, self._option, self._cache = plan, options.covariates, cache
+        self._maps = MapReader(plan, options.index_maps, cache)
         self._looks = Looks()
-        self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
-
-    def follow(self, plan: Plan) -> None:
-        """Goes by another plan from now on, and forgets what was found for the arguments of earlier calls."""
-        self.plan = self._maps.plan = plan
-        self._probed = None
-        self._maps.forget()
 
     def all_of(self, call: Call) -> Call:
         """Returns a call with its observed values, covariates and index maps."""
@@ -72,14 +64,16 @@ class OwnData:
             observations: values by site; those that are no observed sites are passed over.
             draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
         """
-        plan, leaves = self.plan, call.program.leaves()
-        kind = self._looks.kind(leaves)
-        look = self._looks.known(kind)
+        plan = self.plan
+        look = self._looks.known(call.program.leaves())
         parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
         call = replace(call, indices={**call.indices, **parts}) if parts else call
         call = _from_observations(call, plan, observations) if observations else call
         given = call.values.keys()
-        call = _from_arguments(call, plan, look.slots if look is not None else {})
+        # arguments of the model that are known to be data
+        slots = look.slots.items() if look is not None else ()
+        found = {name: call.program.argument(slot) for name, slot in slots if name not in given}
+        call = _with_own(call, plan, {k: v for k, v in found.items() if isinstance(v, Tensor)})
         complete = all(name in call.values for name in plan.read)
         alone = look is not None and complete and (plan.sampling.interleaved or not draws)
         if not alone or plan.plates.subsampled or look is not None and look.varying:
@@ -87,40 +81,32 @@ class OwnData:
         if look is None:
             own = {name: value for name, value in call.values.items() if name not in given}
             look = _look_at(call, own, plan)
-            self._looks.note(kind, look)
+            self._looks.note(look)
         return replace(call, moving=look.moving)
 
     def completed(self, call: Call) -> Call:
         """Returns a call, whose values are known, with its covariates and index maps."""
-        plan, leaves = self.plan, call.program.leaves()
+        plan = self.plan
         if plan.columns:
-            call = replace(call, covariates=self._covariates(call, leaves))
-        if plan.map_plans:
-            call = replace(call, maps=self._index_maps(call, leaves))
-        return call
+            found = self._cache.get("covariates", call.leaves, lambda: self._covariates(call))
+            call = replace(call, covariates=found)
+        for each in plan.map_plans:
+            for name in (*each.values, *each.targets):
+                if name in call.lacking:
+                    raise ValueError(missing_site(name))
+        return replace(call, maps=self._maps.read(call)) if plan.map_plans else call
 
-    def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
-        """Returns the covariates of every site, probed anew only where the model's arguments changed."""
-        if self._probed is not None and not call.indices and self._probed[0].are(leaves):
-            return self._probed[1]
-        with untouched(call.program.model), torch.no_grad(), pyro.validation_enabled(False):
-            values = covariate_values(
+    @torch.no_grad()
+    def _covariates(self, call: Call) -> dict[str, Tensor]:
+        """Returns the covariates of every site, by runs of the model."""
+        with untouched(call.program.model), pyro.validation_enabled(False):
+            return covariate_values(
                 self.plan.covariates,
                 self._option,
                 call.program,
                 lambda reference: call.run(reference, broadcast=True),
                 call.lacking,
             )
-        self._probed = Arguments(leaves), values
-        return values
-
-    def _index_maps(self, call: Call, leaves: list) -> IndexMaps:
-        for name in [
-            name for each in self.plan.map_plans for name in (*each.values, *each.targets)
-        ]:
-            if name in call.lacking:
-                raise ValueError(missing_site(name))
-        return self._maps.read(call, leaves)
 
 
 def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
@@ -152,7 +138,7 @@ def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
 
 
 def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:
-    """The first source: ``observations``; what no rule reads, the model's own conditionals may."""
+    """Returns a call with values of ``observations``; what no rule reads, the model's own conditionals may."""
     known = {*plan.read, *plan.semi_observed, *plan.bayesnet.observed}
     values = {
         name: _as_tensor(value, plan)
@@ -163,20 +149,8 @@ def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) 
     return replace(call, values=read, held=values)
 
 
-def _from_arguments(call: Call, plan: Plan, slots: Mapping[str, int | str]) -> Call:
-    """The second source: arguments of the model that are known to be data."""
-    found = {
-        name: call.program.argument(slots[name])
-        for name in (*plan.read, *plan.semi_observed)
-        if name in slots and name not in call.values
-    }
-    return _with_own(
-        call, plan, {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    )
-
-
 def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
-    """The third source: a run of the model at reference values of the latents, for what it observes itself."""
+    """Returns a call with what it observes itself, by a run of the model at reference values of the latents."""
     subsampled = plan.plates.subsampled
     indices = {
         **call.indices,
@@ -195,7 +169,13 @@ def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
     new = tuple(name for name in fresh if is_latent(sites[name]))
     for name in new[:1]:
         warn(f"{new_site(name)} It is drawn from the model's own conditional.")
-    for name in [name for name in fresh if _is_data(sites[name])][:1]:
+    unread = [
+        name
+        for name in fresh
+        if sites[name]["is_observed"]
+        and not (is_fixed(sites[name]) or site_is_subsample(sites[name]))
+    ]
+    for name in unread[:1]:
         warn(f"{new_site(name)} Its data is not read.")
     found = {
         name: _as_tensor(sites[name]["value"], plan)
@@ -229,8 +209,3 @@ def _with_own(call: Call, plan: Plan, found: Mapping[str, Tensor]) -> Call:
 
 def _as_tensor(value: Any, plan: Plan) -> Tensor:
     return value if isinstance(value, Tensor) else torch.as_tensor(value, **plan.factory)
-
-
-def _is_data(site: Any) -> bool:
-    """Whether a run observes a value at a site."""
-    return site["is_observed"] and not is_fixed(site) and not site_is_subsample(site)

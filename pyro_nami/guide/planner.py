@@ -1,7 +1,7 @@
 """`make_plan`: from the first call to a guide's plan: what each latent reads, and by which rule it is drawn.
 
-`find_order` comes first (`order`). Then follow the factors that networks serve, and a rule for each latent. To serve
-latents by another rule, say in `_rule` when it applies; the rule itself is a class in `rules`.
+`find_order` comes first (`order`). Then follow the factors that networks serve (`factor_plan`), and a rule for each
+latent. To serve latents by another rule, say in `_rule` when it applies; the rule itself is a class in `rules`.
 """
 
 from __future__ import annotations
@@ -9,28 +9,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributions import constraints
 
-from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.factors.bijections import peel_support, support_of
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.registry import make_family
-from pyro_nami.factors.types import type_of
-from pyro_nami.factors.unconstrained import CorrectionFamily
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.guide.bound_factors import bound_factors, in_turn, is_corrected
-from pyro_nami.guide.columns import find_covariates
-from pyro_nami.guide.element_reads import element_reads
+from pyro_nami.guide.factor_plan import PlannedFactors, plan_factors
 from pyro_nami.guide.first_call import FirstCall, data_features
-from pyro_nami.guide.model_inverse import plan_reads
-from pyro_nami.guide.options import check_names
-from pyro_nami.guide.placing import block_of, factor_of
-from pyro_nami.guide.plan import Covariates, Plan, SamplingOrder, SitePlan
+from pyro_nami.guide.plan import Plan, SamplingOrder, SitePlan
 from pyro_nami.guide.rules import Bounded, Exact, Learned, Located, Prior, Rule
-from pyro_nami.parameters.conditioning import Plates, Read, covariates_of, nodes_of
-from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.parameters.conditioning import covariates_of
 from pyro_nami.program.first_run import allows_nan, is_transparent
 from pyro_nami.program.masks import own_mask
 from pyro_nami.program.plate_dims import first_instance
@@ -38,21 +28,6 @@ from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.extraction import is_blocked
 
 __all__ = ["make_plan"]
-
-
-class _Factors(NamedTuple):
-    """The factors of learned and corrected latents, and what they read."""
-
-    families: dict[str, Family]  # of all latents in sampling order
-    factors: dict[str, Factor]  # of latents whose parameters networks give, or correct
-    bounds: dict[str, Factor]  # observed site -> the factor that gives its bound's parameters
-    groups: dict[str, ConjugateGroup]  # derived groups, those of binary latents with their turns
-    bent: set[str]  # latents whose Normals about a mode networks bend
-    corrected: set[str]  # these, and latents whose conditionals under a bound networks correct
-    reads: dict[str, dict[Any, Read]]
-    plates: Plates
-    covariates: Covariates
-    read: set[str]  # observed sites that some factor or group reads
 
 
 def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
@@ -69,7 +44,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
     nodes = first.nodes
     transparent = {name for name, site in nodes.items() if is_transparent(site)}
     emitted = transparent.union(_latents(first))
-    found = _factors(first, order)
+    found = plan_factors(first, order)
     used = found.read
     columns = {
         name: columns
@@ -100,57 +75,8 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
     )
 
 
-def _factors(first: FirstCall, order: SamplingOrder) -> _Factors:
-    """Returns the factors of learned and corrected latents: their families, and what they read."""
-    latents, groups, inverse = order.latents, order.groups, order.inverse
-    corrected = {
-        name
-        for name, group in groups.items()
-        if group.form == "Newton" or is_corrected(first, group)
-    }
-    bent = {name for name in corrected if groups[name].form != "Bernoulli"}
-    families = {name: _family(first, name, bent) for name in latents}
-    check_names("embeddings", first.options.embeddings, first.data, "an observed site")
-    covariates = find_covariates(first)
-    empty = _without_values(first)
-    planned = plan_reads(first.net, inverse, latents, covariates.columns, empty | first.unread)
-    reads = _in_reach(first, planned)
-    blocks = {
-        name: frozenset() if name in bent else block_of(first, name, inverse) for name in latents
-    }
-    plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
-    learned = {name for name in latents if name not in groups}
-    parts: Mapping[str, Any] = {}
-    if first.options.simulated and learned:
-        parts = element_reads(first, inverse, latents)
-    factors = {}
-    for name in latents:
-        if name in learned or name in corrected:
-            elements = parts.get(name, {}) if name in learned else {}
-            factors[name] = factor_of(
-                first, families[name], reads[name], blocks[name], plates, elements
-            )
-    turned = {group: in_turn(first, group, factors) for group in dict.fromkeys(groups.values())}
-    groups = {name: turned[group] for name, group in groups.items()}
-    bounds = bound_factors(first, groups, reads, plates)
-    used = {child for group in groups.values() for child in group.children if child not in empty}
-    for factor in (*factors.values(), *bounds.values()):
-        used.update(*map(nodes_of, factor.sources))
-    return _Factors(
-        families, factors, bounds, groups, bent, corrected, reads, plates, covariates, used
-    )
-
-
-def _without_values(first: FirstCall) -> set[str]:
-    """Returns the sites without a value to read: ``pyro.factor`` sites, and empty data."""
-    nodes = first.nodes
-    return {
-        name for name in first.net.sites if name not in nodes or nodes[name]["value"].numel() == 0
-    }
-
-
 def _rules(
-    first: FirstCall, order: SamplingOrder, found: _Factors, emitted: Collection[str]
+    first: FirstCall, order: SamplingOrder, found: PlannedFactors, emitted: Collection[str]
 ) -> dict[str, Rule]:
     """Returns the rule of every site that the guide emits, in program order."""
     anchored: Collection[str] = ()
@@ -169,15 +95,14 @@ def _rules(
     return rules
 
 
-def _rule(first: FirstCall, name: str, found: _Factors, anchored: bool) -> Rule:
+def _rule(first: FirstCall, name: str, found: PlannedFactors, anchored: bool) -> Rule:
     """Returns the rule of one latent, without regard to its mask."""
-    if name in found.bent:
-        factor, family = found.factors[name], found.families[name]
-        return Located(name, found.groups[name], factor=factor, family=family)
-    if name in found.corrected:
+    group = found.corrected_group(name)
+    if group is not None and group.form != "Bernoulli":
+        return Located(name, group, factor=found.factors[name], family=found.families[name])
+    if group is not None:
+        before = found.reads[name].keys() & set(group.members) - {name}
         learned = _learned(first, name, found, True)
-        group = found.groups[name]
-        before = frozenset(group.members).intersection(found.reads[name]) - {name}
         given = {"group": group, "reads_prior": False, "before": tuple(sorted(before))}
         return Bounded(**{**vars(learned), **given})
     if name in found.groups:
@@ -185,22 +110,6 @@ def _rule(first: FirstCall, name: str, found: _Factors, anchored: bool) -> Rule:
     if name in found.factors:
         return _learned(first, name, found, anchored)
     return Prior(name)
-
-
-def _in_reach(first: FirstCall, reads: Mapping[str, dict[Any, Read]]) -> dict[str, dict[Any, Read]]:
-    """Returns what each factor reads, without latents that are too large to be read.
-
-    Factors of such latents read the data of their own instances alone.
-    """
-    names = first.apart
-    left = {
-        name: {node: read for node, read in each.items() if node not in names}
-        for name, each in reads.items()
-    }
-    for name in names.intersection(left):
-        data = first.frames[name] and {*first.data, *map(covariates_of, first.data)}
-        left[name] = {node: read for node, read in left[name].items() if node in data}
-    return left
 
 
 def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> SitePlan:
@@ -229,19 +138,7 @@ def _latents(first: FirstCall) -> list[str]:
     return latents
 
 
-def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
-    site, spec = first.nodes[name], first.options.families
-    if name in near:
-        return CorrectionFamily(name, site["fn"], site["value"])
-    if isinstance(spec, Mapping):
-        check_names("families", spec, first.net.latent, "a latent site")
-        spec = spec.get(name)
-    if spec is None and not first.options.simulated and type_of(site["fn"]).is_relaxed:
-        spec = "normal"  # which has AutoNormal's among it, as a relaxed type has not
-    return make_family(spec, name, site["fn"], site["value"])
-
-
-def _learned(first: FirstCall, name: str, found: _Factors, anchored: bool) -> Learned:
+def _learned(first: FirstCall, name: str, found: PlannedFactors, anchored: bool) -> Learned:
     """Returns the rule of a learned latent.
 
     In a guide that is trained on data, a factor whose prior other latents move is that prior times evidence of its own.

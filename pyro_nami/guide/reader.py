@@ -14,16 +14,15 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.guide.arguments import Arguments, is_array
-from pyro_nami.guide.call import Call
-from pyro_nami.guide.exchangeable import Reading
+from pyro_nami.guide.arguments import Cache, is_array
+from pyro_nami.guide.call import Call, Reading, TrainedAnswer, sites_of, target_of
 from pyro_nami.guide.memory import Memory
 from pyro_nami.guide.mode import Change, Data, Mode
+from pyro_nami.guide.options import Options
 from pyro_nami.guide.own_data import OwnData
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
-from pyro_nami.guide.trained_answer import TrainedAnswer, sites_of, target_of
-from pyro_nami.messages import warn
+from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.program.isolation import untouched
@@ -36,15 +35,14 @@ __all__ = ["CallReader", "has_first_sizes"]
 
 # the node of all of them, where data are made of parameters
 _ARGUMENTS = ("arguments of the model",)
+NOT_SAVED = "A loaded guide has the data of its training only if it was saved with save_data=True"
 
 
 class _Step(NamedTuple):
     """A call that is a training step if a backward pass comes back from it."""
 
     backward: Backward
-    call: Call
-    data: Data
-    surroundings: Surroundings | None
+    reading: Reading
     notice: str = ""  # what to warn of if it is none
 
 
@@ -53,22 +51,16 @@ class CallReader:
 
     Args:
         plan: the guide's; another one may take its place.
-        covariates, index_maps: the guide's options of these names.
-        mode: the guide's; ``is_asked`` says whether its user asked for it, so that it is not to change.
+        options: the guide's.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        covariates: Any,
-        index_maps: Mapping[tuple[str, str], Callable],
-        mode: Mode,
-        is_asked: bool,
-    ) -> None:
-        self.plan, self.own = plan, OwnData(plan, covariates, index_maps)
-        self.memory, self._is_asked = Memory(mode), is_asked
+    def __init__(self, plan: Plan, options: Options) -> None:
+        self._options = options
+        self.cache = Cache()
+        mode = options.mode or (Mode.AMORTIZED if plan.semi_observed else Mode.FIXED)
+        self.memory = Memory(mode, self.cache)
+        self.follow(plan)
         self._open: list[_Step] = []  # of which this is not known yet
-        self._latest_target: tuple[Arguments, Any, TrainedAnswer] | None = None
         self._latest_surroundings: Surroundings | None = None
         self._written: frozenset[Hashable] | None = None  # places that the model writes to
         self._told: frozenset[str] = frozenset()
@@ -81,7 +73,6 @@ class CallReader:
         lost: dict[str, Any] = {
             "_open": [],
             "differing": None,
-            "_latest_target": None,
             "_latest_surroundings": None,
             "_written": None,
         }
@@ -114,16 +105,12 @@ class CallReader:
         trained = memory.mode is Mode.FIXED and memory.history.is_trained
         subsampled = bool(plan.plates.subsampled)
         predicts = trained and not given and backward is None
-        if predicts and not subsampled and self._has_call(call.program.model):
-            return self._answer(call)
+        answer = self._trained_call(call.program.model) if predicts else None
+        if answer is not None and not subsampled:
+            return self._answer(answer, call)
         own = self.own.values_of(call, plates, observations, draws)
-        if (
-            predicts
-            and subsampled
-            and self._has_call(call.program.model)
-            and not self._reads_own_rows(own)
-        ):
-            return self._answer(call, own)
+        if answer is not None and not self._reads_own_rows(answer, own):
+            return self._answer(answer, call, own)
         absent = [name for name in plan.read if name not in own.values and name not in own.lacking]
         if absent:
             return self._without(absent, own, call, given)
@@ -151,10 +138,10 @@ class CallReader:
     def _take_in(self, step: _Step) -> None:
         """Records a call as a training step."""
         memory = self.memory
-        change = memory.history.step(step.data)
-        if step.data != memory.history.current:
-            self.differing = Reading(step.call, step.surroundings)
-        if change is Change.MINIBATCHES and not self._is_asked:
+        change = memory.history.step(step.reading.data or {})
+        if step.reading.data != memory.history.current:
+            self.differing = step.reading
+        if change is Change.MINIBATCHES and self._options.mode is None:
             memory.mode = Mode.MINIBATCHES
         elif change is Change.MINIBATCHES:
             self._tell(
@@ -165,12 +152,12 @@ class CallReader:
             memory.forget_derived()
             self.moved = True
         if change in (Change.NONE, Change.MOVED):
-            memory.keep(step.call, step.surroundings)
+            memory.keep(step.reading)
 
     def follow(self, plan: Plan) -> None:
         """Goes by another plan from now on, and forgets what was found for the arguments of earlier calls."""
-        self.plan = plan
-        self.own.follow(plan)
+        self.plan, self.own = plan, OwnData(plan, self._options, self.cache)
+        self.cache.clear()
         self.memory.forget_derived()
 
     @property
@@ -186,25 +173,26 @@ class CallReader:
 
     # ---- whose data decide
 
-    def _has_call(self, model: Callable) -> bool:
-        """Whether there is a call whose data the guide answers for; a loaded guide makes it from the saved state."""
+    def _trained_call(self, model: Callable) -> Call | None:
+        """Returns the call whose data the guide answers for; a loaded guide makes it from the saved state."""
         memory = self.memory
-        if memory.call is None and memory.context is not None:
+        if memory.kept is None and memory.context is not None:
             args, kwargs, indices, values = memory.context
-            program = Program(model, args, kwargs)
-            call = Call(program, indices=indices, values=values, held=values)
-            memory.call = self.own.all_of(call)
-        return memory.call is not None
+            call = Call(Program(model, args, kwargs), indices=indices, values=values, held=values)
+            memory.kept = Reading(self.own.all_of(call), memory.history.current)
+        return None if memory.kept is None else memory.kept.call
 
-    def _answer(self, call: Call, own: Call | None = None, *, is_step: bool = False) -> Call:
+    def _answer(
+        self, answer: Call, call: Call, own: Call | None = None, *, is_step: bool = False
+    ) -> Call:
         """Returns the call whose data the guide answers for, as the answer to another one.
 
         Where plates are subsampled, that is at the instances of the other one, which ``own`` has. Of a step it is
         told later what training had no data for.
+
+        Raises:
+            ValueError: where the arguments of training do not hold the data of these instances.
         """
-        memory = self.memory
-        answer = memory.call
-        assert answer is not None
         answer = self._as_in_training(answer, call)
         target = self._target(answer, own or call)
         if not is_step:
@@ -212,7 +200,16 @@ class CallReader:
         if own is not None and any(
             not self._is_whole(name) for name in self.plan.rules if name not in target.hidden
         ):
-            answer = self._at_instances(answer, own)
+            found = self._rows_at(answer, own)
+            if found is None:
+                site = next(name for name in self.plan.read if not self._is_whole(name))
+                raise ValueError(
+                    f"Expected data for the observed site '{site}' at the instances of "
+                    f"{quoted(sorted(self.plan.plates.subsampled))} that this call has; the arguments of training do "
+                    f"not hold them. Pass the data as the model takes them, or as observations={{'{site}': value}}; or "
+                    "subsample as many instances as in training."
+                )
+            answer = found
         elif answer.moving:
             held = {name: value for name, value in answer.held.items() if name not in answer.moving}
             answer = self.own.all_of(replace(answer, values=held, held=held))
@@ -233,8 +230,7 @@ class CallReader:
             kept = Surroundings([model, *objects], self._written)
         now = kept.now()
         if now is not kept and not kept.are_current():  # covariates and index maps may be others
-            self.own.follow(self.plan)
-            self.memory.thaw()
+            self.cache.clear()
         self._latest_surroundings = now
         return now
 
@@ -247,7 +243,8 @@ class CallReader:
 
     def _as_in_training(self, answer: Call, call: Call) -> Call:
         """Returns the call of training with the model of another call, in the surroundings of training."""
-        around, model = self.memory.surroundings, call.program.model
+        kept, model = self.memory.kept, call.program.model
+        around = kept.surroundings if kept else None
         if around is not None and around.changed():
             is_mapped = isinstance(model, Vectorized)
             model = around.around(unmapped(model))
@@ -258,56 +255,37 @@ class CallReader:
         """Whether a site is in no plate of which the model takes a part."""
         return self.plan.plates.subsampled.isdisjoint(self.plan.sites[site].plates)
 
-    def _reads_own_rows(self, own: Call) -> bool:
+    def _reads_own_rows(self, answer: Call, own: Call) -> bool:
         """Whether latents of subsampled plates are inferred from the rows of data that a call brings.
 
         They are if the arguments of training do not hold the data of these instances. Instances that training did not
         have do not count: they are drawn from the model's own conditional.
         """
-        memory, plan = self.memory, self.plan
-        answer = memory.call
-        complete = all(name in own.values for name in plan.read)
-        if not complete or answer is None:
+        plan = self.plan
+        if any(name not in own.values for name in plan.read):
             return False
         answer = self._as_in_training(answer, own)
         hidden = self._target(answer, own).hidden  # as training had no such instances
         parts = [name for name in plan.rules if not self._is_whole(name) and name not in hidden]
         names = [name for name in parts if plan.data_of(name)]
-        if not names or memory.has_one_context and self._rows_at(answer, own) is not None:
+        if not names or self._rows_at(answer, own) is not None:
             return False
         self._tell(
-            f"{', '.join(map(repr, names))} are inferred from the rows of data that this call brings, whatever these "
+            f"{quoted(names)} are inferred from the rows of data that this call brings, whatever these "
             "were in training, as the arguments of training do not hold data of these instances. Pass all data to the "
             "model in every step and subsample them there, for the guide to keep to them."
         )
         return True
 
-    def _at_instances(self, answer: Call, own: Call) -> Call:
-        """Returns a call with its data at other instances of subsampled plates, by a run of the model.
-
-        Raises:
-            ValueError: where its arguments do not hold the data of these instances.
-        """
-        plan = self.plan
-        rows = [name for name in plan.read if not self._is_whole(name)]
-        found = None
-        if not rows or self.memory.has_one_context:
-            found = self._rows_at(answer, own)
-        if found is None:
-            plates = ", ".join(map(repr, sorted(plan.plates.subsampled)))
-            raise ValueError(
-                f"Expected data for the observed site '{rows[0]}' at the instances of {plates} that this call has; the "
-                "arguments of training do not hold them. Pass the data as the model takes them, or as "
-                f"observations={{'{rows[0]}': value}}; or subsample as many instances as in training."
-            )
-        return found
-
     def _rows_at(self, answer: Call, own: Call) -> Call | None:
-        """Returns the call of training with its data at the instances of another call; None if it does not hold them.
+        """Returns the call of training with its data at the instances of another call, by a run of the model.
 
-        If the other call has more instances, or fewer, the model is run with the tensors of training and the other
-        call's numbers, flags and strings, one of which may be the size of the subsample.
+        It is None where the arguments of training do not hold the data of these instances. If the other call has more
+        instances, or fewer, the model is run with the tensors of training and the other call's numbers, flags and
+        strings, one of which may be the size of the subsample.
         """
+        if not all(map(self._is_whole, self.plan.read)) and not self.memory.has_one_context:
+            return None
         kept = {name: value for name, value in answer.values.items() if self._is_whole(name)}
         held = {name: value for name, value in answer.held.items() if name in kept}
         call = replace(answer, indices=own.indices, values=kept, held=held)
@@ -330,16 +308,13 @@ class CallReader:
 
     def _target(self, answer: Call, call: Call) -> TrainedAnswer:
         """Returns how a call differs from the one that answers it; found anew where its arguments are others."""
-        leaves = call.program.leaves()
-        kept = self._latest_target
-        if kept is None or kept[1] is not answer.values or not kept[0].are(leaves) or call.indices:
+
+        def found() -> TrainedAnswer:
             before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
-            kept = self._latest_target = (
-                Arguments(leaves),
-                answer.values,
-                target_of(call, before, now, self.plan),
-            )
-        return kept[2]
+            return target_of(call, before, now, self.plan)
+
+        target: TrainedAnswer = self.cache.get("target", [*call.leaves, answer.values], found)
+        return target
 
     def _compared(self, own: Call, call: Call, backward: Backward | None) -> Call:
         """Returns the answer of a trained guide to a call with data: these, if they are those of training."""
@@ -348,15 +323,15 @@ class CallReader:
         same = tracing or data == memory.history.current
         around = self._surroundings(call) if not tracing else None
         if backward is not None and not tracing:
-            self._open.append(_Step(backward, memory.frozen(own, data), data, around))
-        before = memory.surroundings
+            self._open.append(_Step(backward, Reading(memory.frozen(own, data), data, around)))
+        before = memory.kept.surroundings if memory.kept else None
         # Of minibatches of a plate the arguments of a step hold the data, whatever else has changed.
         is_told = backward is not None and bool(self.plan.plates.subsampled)
         is_unchanged = before is None or before is around or is_told or before.are_current()
         if same and is_unchanged:
             _check_sizes(own, self.plan)
-            if memory.call is None:
-                memory.keep(memory.frozen(own, data), around)
+            if memory.kept is None:
+                memory.keep(Reading(memory.frozen(own, data), data, around))
             return self._with_kept(own, constants=True)
         if (
             backward is not None
@@ -366,11 +341,16 @@ class CallReader:
             # draws for other data may lie outside of supports that these move
             _check_sizes(own, self.plan)
             return self._with_kept(own)
-        if not self._has_call(call.program.model):
+        answer = self._trained_call(call.program.model)
+        if answer is None:
             if self.plan.read or self.plan.groups:
-                raise ValueError(_other_data(next(iter(self.plan.read or self.plan.groups))))
+                site = next(iter(self.plan.read or self.plan.groups))
+                raise ValueError(
+                    f"Expected the data of '{site}' that the loaded guide was trained on; this call brings others. "
+                    f"{NOT_SAVED}: call it once with these, then with others."
+                )
             return own
-        answer = self._answer(call, own, is_step=backward is not None)
+        answer = self._answer(answer, call, own, is_step=backward is not None)
         if backward is not None and not tracing and answer.target is not None:
             # no step could be scored given those that this call has no place for
             if answer.target.private:
@@ -384,16 +364,17 @@ class CallReader:
         _check_sizes(own, self.plan)
         fixed, data = memory.mode is Mode.FIXED, self._data_of(own)
         may_train, tracing = backward is not None, torch.jit.is_tracing()
-        if fixed or memory.mode is Mode.AMORTIZED and (may_train or memory.call is None):
+        if fixed or memory.mode is Mode.AMORTIZED and (may_train or memory.kept is None):
             frozen = memory.frozen(own, data)
-            if frozen is not memory.call:
+            if memory.kept is None or frozen is not memory.kept.call:
                 memory.derived = memory.derived._replace(constants={})
             around = self._surroundings(call) if fixed and not tracing else None
-            memory.keep(frozen, around)
+            reading = Reading(frozen, data, around)
+            memory.keep(reading)
             if fixed and may_train and tracing:  # compiled steps do not come here again
                 memory.history.step(data)
             elif fixed and backward is not None:
-                self._open.append(_Step(backward, frozen, data, around))
+                self._open.append(_Step(backward, reading))
         return self._with_kept(own, constants=memory.mode is not Mode.MINIBATCHES)
 
     def _with_kept(self, call: Call, constants: bool = False) -> Call:
@@ -411,33 +392,28 @@ class CallReader:
             ValueError: where nothing else says what these data are.
         """
         memory, plan = self.memory, self.plan
-        known = self._has_call(call.program.model)
+        answer, mode = self._trained_call(call.program.model), memory.mode
         brings_none = not any(name in own.values for name in plan.read)
-        if (
-            known
-            and not given
-            and (memory.mode is Mode.FIXED or memory.mode is Mode.AMORTIZED and brings_none)
-        ):
-            return self._answer(call, own)
-        held = (
-            memory.call.values
-            if memory.call is not None and memory.mode is not Mode.AMORTIZED
-            else {}
-        )
-        if memory.mode is Mode.MINIBATCHES:
-            held = {
-                name: value for name, value in held.items() if name not in memory.history.moving
-            }
-        values = {name: held[name] for name in absent if name in held}
+        is_answered = mode is Mode.FIXED or mode is Mode.AMORTIZED and brings_none
+        if answer is not None and is_answered and not given:
+            return self._answer(answer, call, own)
+        moving = memory.history.moving if mode is Mode.MINIBATCHES else frozenset[Hashable]()
+        held = answer.values if answer is not None and mode is not Mode.AMORTIZED else {}
+        values = {name: held[name] for name in absent if name in held and name not in moving}
         absent = [name for name in absent if name not in values]
         own = replace(own, values={**own.values, **values}, held={**own.held, **values})
         if not absent:
             return self._with_kept(self.own.completed(own))
-        if memory.mode is not Mode.MINIBATCHES or not memory.history.moving.issuperset(absent):
-            raise ValueError(_no_data(absent[0]))
+        if not moving.issuperset(absent):
+            site = absent[0]
+            raise ValueError(
+                f"Expected data for the observed site '{site}'; this call brings none, and the guide has seen none. "
+                "Pass the data that the guide is to answer for as the model takes them, or as "
+                f"observations={{'{site}': value}}. {NOT_SAVED}: call it once with these."
+            )
         open_names = [name for name in plan.order if name not in own.lacking]
         unseen = [name for name in open_names if not plan.data_of(name).isdisjoint(absent)]
-        names, sites = ", ".join(map(repr, unseen)), ", ".join(map(repr, absent))
+        names, sites = quoted(unseen), quoted(absent)
         self._tell(
             f"This call brings no data of {sites}, by which the guide infers {names} row by row: they are drawn from "
             "the model's own conditional given all others."
@@ -450,14 +426,15 @@ class CallReader:
         plan = self.plan
         unseen: Collection[str] = ()
         _check_sizes(own, plan)
-        if self._has_call(own.program.model) and self.memory.call is not None:
-            target = self._target(self.memory.call, own)
+        answer = self._trained_call(own.program.model)
+        if answer is not None:
+            target = self._target(answer, own)
             self._tell(target.notice)
             unseen = [name for name in target.fresh if name in plan.learned]
         names = [name for name in plan.learned if name not in unseen]
         if names:
             self._tell(
-                f"These observations are not the data that the guide was trained on: {', '.join(map(repr, names))} "
+                f"These observations are not the data that the guide was trained on: {quoted(names)} "
                 "were learned on those alone and answer as they were trained. Train the guide on these data, or on "
                 "simulations by InferenceCompilation, for it to serve both."
             )
@@ -517,21 +494,6 @@ def _is_step() -> bool:
     """Whether this is a step of `pyro.infer.SVI`, which captures parameters, so that a backward pass will follow."""
     return any(
         isinstance(handler, TraceMessenger) and handler.param_only for handler in _PYRO_STACK
-    )
-
-
-def _no_data(site: str) -> str:
-    return (
-        f"Expected data for the observed site '{site}'; this call brings none, and the guide has seen none. Pass the "
-        f"data that the guide is to answer for as the model takes them, or as observations={{'{site}': value}}. A "
-        "loaded guide has the data of its training only if it was saved with save_data=True: call it once with these."
-    )
-
-
-def _other_data(site: str) -> str:
-    return (
-        f"Expected the data of '{site}' that the loaded guide was trained on; this call brings others. The guide has "
-        "the data of its training only if it was saved with save_data=True: call it once with these, then with others."
     )
 
 

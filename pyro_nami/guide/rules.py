@@ -9,7 +9,7 @@ latents it serves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -160,13 +160,14 @@ class Learned(Rule):
                 raise ValueError(fixed_size(self.name, plate, size, batch_shape[dim]))
         family = current.family(self.name, prior)
         anchor = current.anchors[self.name] = self._anchor(family, prior)
-        fn = self._given(current, current.state, family, batch_shape, anchor)
-        fn.fixed = (
-            lambda: self._given(
-                current, current.state.fixed(self.name), family, batch_shape, anchor
-            ),
-            current.state.network.places[self.name].path_share,
+        return self._with_fixed(
+            current, lambda state: self._given(current, state, family, batch_shape, anchor)
         )
+
+    def _with_fixed(self, current: Pass, at: Callable[[Any], Any]) -> Any:
+        """Returns the distribution ``at`` the state of a pass, which can be had with fixed parameters as well."""
+        fn, state = at(current.state), current.state
+        fn.fixed = lambda: at(state.fixed(self.name)), state.network.places[self.name].path_share
         return fn
 
     def _given(
@@ -184,10 +185,10 @@ class Learned(Rule):
             return family.autoregressive_distribution(
                 conditionals, anchor, target, self.dims, self.sizes
             )
-        params = self._params(state)
-        target, batch = _common(params.shape[:-2], batch_shape)
-        if params.shape[:-2] != target:
-            params = params.reshape(batch + params.shape[-2:]).expand(target + params.shape[-2:])
+        params = squeezed(self._params(state), len(batch_shape), 2)
+        if params.shape[:-2] != batch_shape:
+            target = torch.broadcast_shapes(params.shape[:-2], batch_shape)
+            params = params.expand(target + params.shape[-2:])
         return self._at_once(current, state, family, params, anchor)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
@@ -255,11 +256,7 @@ class Located(Learned):
     ) -> TorchDistribution:
         dims = len(batch_shape)
         near = self._near(current, dims)
-        fn = self._bent(near, current.state, dims)
-        fn.fixed = (
-            lambda: self._bent(near, current.state.fixed(self.name), dims),
-            current.state.network.places[self.name].path_share,
-        )
+        fn = self._with_fixed(current, lambda state: self._bent(near, state, dims))
         return _expanded(fn, batch_shape)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
@@ -370,12 +367,3 @@ def _freedom(params: Tensor, anchor: Tensor) -> Tensor:
     """Returns the share of the evidence's location in the location of prior times evidence, ``(*batch, E)``."""
     precision = relative_scale(params[..., 1].detach()).square().reciprocal()
     return precision / (precision + anchor[..., 1].detach().square().reciprocal())
-
-
-def _common(shape: torch.Size, target: torch.Size) -> tuple[torch.Size, torch.Size]:
-    """Returns ``shape`` broadcast with ``target``, and ``shape`` without leading ones that ``target`` lacks."""
-    extra = 0
-    while len(shape) - extra > len(target) and shape[extra] == 1:
-        extra += 1
-    shape = shape[extra:]
-    return (target if shape == target else torch.broadcast_shapes(shape, target)), shape

@@ -1,4 +1,11 @@
-"""The log density of given values of the latents, in one dense pass; tests and regressions that use it."""
+"""The log density of given values of the latents, in one dense pass; tests and regressions that use it.
+
+Inside the guide every tensor has its batch dims to the left of all plate dims; outside, a site has
+only its own plate dims.
+
+References:
+    Talts et al. 2018, "Validating Bayesian inference algorithms with simulation-based calibration".
+"""
 
 from __future__ import annotations
 
@@ -8,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.guide.batch_dims import left_of_plates, sum_plates
 from pyro_nami.guide.draw import densities, know_all, start_pass
+from pyro_nami.guide.first_latents import CHECKED_DRAWS
 from pyro_nami.guide.lifecycle import LazyGuide
-from pyro_nami.guide.misfits import misfits
-from pyro_nami.guide.one_pass import Pass
-from pyro_nami.guide.plan import new_site
+from pyro_nami.guide.one_pass import Pass, sum_plates
+from pyro_nami.guide.plan import Plan, new_site
+from pyro_nami.guide.rules import Exact, Located
 from pyro_nami.parameters.regression import regress
 from pyro_nami.program.isolation import on_ordinary_tensors
 from pyro_nami.program.masks import log_density_of
@@ -82,7 +89,7 @@ class DensityGuide(LazyGuide):
             ]
             if new:
                 raise ValueError(new_site(new[0]))
-            values = left_of_plates(latents, plan, call.held.keys() | call.lacking | hidden)
+            values = _left_of_plates(latents, plan, call.held.keys() | call.lacking | hidden)
             names = (plan.rules.keys() if names is None else set(names)) - hidden
             if sites is None:
                 needed = names and (
@@ -95,7 +102,7 @@ class DensityGuide(LazyGuide):
             ):
                 total = total + sum_plates(log_prob, plan.plates.nesting)
             if target is not None and target.fresh:
-                fresh = left_of_plates(latents, plan, plan.rules.keys() - target.fresh)
+                fresh = _left_of_plates(latents, plan, plan.rules.keys() - target.fresh)
                 sites = target.call.run({**values, **fresh}, until=fresh)
                 for name in fresh:
                     total = total + sum_plates(log_density_of(sites[name]), plan.plates.nesting)
@@ -121,7 +128,7 @@ class DensityGuide(LazyGuide):
     def misfits(
         self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Returns where draws of the model speak against what was derived from it; see `pyro_nami.guide.misfits`.
+        """Returns where draws of the model speak against what was derived from it; see `_misfits`.
 
         Args:
             latents, *args, **kwargs: of many draws, as for `log_prob`.
@@ -130,7 +137,7 @@ class DensityGuide(LazyGuide):
             Latent -> for each draw whether its log density, given the others and the data, is not finite, and whether
             it is below those of 64 draws from the conditional, ``(2, draws)``.
         """
-        return misfits(*self._at(latents, args, kwargs), self._made().plates.nesting)
+        return _misfits(*self._at(latents, args, kwargs), self._made().plates.nesting)
 
     def _at(
         self, latents: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]
@@ -138,8 +145,78 @@ class DensityGuide(LazyGuide):
         """Returns a pass that knows all values, the latents' own, and the sites of a run of the model at these."""
         call = self._begin(args, kwargs, draws=False)
         plan, state = self._made(), self._start(call)
-        values = left_of_plates(latents, plan, call.held)
+        values = _left_of_plates(latents, plan, call.held)
         sites = call.run({**call.held, **values}, until=plan.rules)
         current = start_pass(plan, state, call)
         know_all(current, plan, call, values, sites)
         return current, values, sites
+
+
+def _misfits(
+    current: Pass, values: Mapping[str, Tensor], sites: Mapping[str, Any], nesting: int
+) -> dict[str, Tensor]:
+    """Returns latent -> boolean ``(2, simulations)``: whether its log density is not finite, or below all draws'.
+
+    Args:
+        current: a pass that knows all values.
+        values: of the latents.
+        sites: of a run of the model at these.
+        nesting: number of plate dims.
+    """
+    found = {}
+    for name, value in values.items():
+        rule = current.rules[name]
+        if rule.group is not None:
+            each: Any = rule.log_prob(current, value, sites[name])
+            own = sum_plates(each, nesting)
+            low = torch.zeros_like(own, dtype=torch.bool)
+            if isinstance(rule, (Exact, Located)) and sites[name]["mask"] is None:
+                fn = rule.distribution(current, each.shape, None)
+                try:
+                    low = own < sum_plates(fn.log_prob(fn.sample((CHECKED_DRAWS,))), nesting).amin(
+                        0
+                    )
+                except torch.OutOfMemoryError:
+                    raise
+                except (RuntimeError, ValueError):
+                    # A value that is no number; its log density shows it.
+                    pass
+            found[name] = torch.stack([~own.isfinite(), low])
+    return found
+
+
+def _left_of_plates(
+    latents: Mapping[str, Tensor], plan: Plan, known: Collection[str]
+) -> dict[str, Tensor]:
+    """Returns every latent's value with batch dims left of the plate dims; see `AutoNaMIGuide.log_prob`."""
+    nesting = plan.plates.nesting
+    wanted = [name for name in plan.rules if name not in known and name in plan.bayesnet.sites]
+    for name in wanted:
+        if name not in latents:
+            raise ValueError(f"Expected a value for every latent, {wanted}; got none for '{name}'.")
+    own_dims = {
+        name: {plan.plates.dims[plate] for plate in plan.sites[name].plates} for name in wanted
+    }
+
+    def fits(name: str) -> bool:
+        value = latents[name]
+        batch = value.shape[: value.dim() - plan.sites[name].event_dim]
+        return all(
+            batch[dim] == 1
+            for dim in range(-min(len(batch), nesting), 0)
+            if dim not in own_dims[name]
+        )
+
+    if all(map(fits, wanted)):
+        return {name: latents[name] for name in wanted}
+    values = {}
+    for name in wanted:
+        value, depth = latents[name], -min(own_dims[name], default=0)
+        cut = value.dim() - plan.sites[name].event_dim - depth
+        if cut != 1:
+            raise ValueError(
+                f"Expected latent '{name}' of shape (*batch, *plates, *event), batch dims left of {nesting} "
+                f"plate dims, or with one batch dim in front of its own shape; got {tuple(value.shape)}."
+            )
+        values[name] = value.reshape(value.shape[:1] + (1,) * (nesting - depth) + value.shape[1:])
+    return values

@@ -13,9 +13,6 @@ from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["DataSets", "Starts"]
 
-# data sets whose warm starts are kept; ten times as many take a gigabyte
-MOST_KEPT = 2**17
-
 
 class DataSets(NamedTuple):
     """The data sets of a call: a key for each, and the batch dims in which they lie.
@@ -100,23 +97,19 @@ class Starts:
     def note(self, data: DataSets, values: Mapping[str, Tensor]) -> None:
         """Stores values of latents."""
         new = {name: data.rows(name, value.detach()) for name, value in values.items()}
-        widest = max((value[0].numel() for value in new.values()), default=1)
-        most = min(MOST_KEPT, rows_in_memory(widest))
-        if self.is_renewed and len(self._rows) + len(data.keys) > most:
-            self._kept = {}
-        if any(
-            name not in self._kept or self._kept[name].shape[1:] != new[name].shape[1:]
-            for name in new
-        ):
+        shapes = {name: value.shape[1:] for name, value in new.items()}
+        known = {name: value.shape[1:] for name, value in self._kept.items()}
+        most = rows_in_memory(max((shape.numel() for shape in shapes.values()), default=1))
+        is_full = self.is_renewed and len(self._rows) + len(data.keys) > most
+        if is_full or not shapes.items() <= known.items():
             self._rows, self._kept = {}, {name: value[:0] for name, value in new.items()}
         for key in data.keys:
             if len(self._rows) < most:
                 self._rows.setdefault(key, len(self._rows))
-        known = [i for i, key in enumerate(data.keys) if key in self._rows]
-        rows = [self._rows[data.keys[i]] for i in known]
+        places = [i for i, key in enumerate(data.keys) if key in self._rows]
+        rows = [self._rows[data.keys[i]] for i in places]
         for name, value in new.items():
             kept = self._kept[name]
-            self._kept[name] = torch.cat(
-                [kept, value.new_empty((len(self._rows) - len(kept), *value.shape[1:]))]
-            )
-            self._kept[name][rows] = value[known]
+            more = value.new_empty((len(self._rows) - len(kept), *shapes[name]))
+            self._kept[name] = torch.cat([kept, more])
+            self._kept[name][rows] = value[places]

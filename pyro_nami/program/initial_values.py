@@ -26,7 +26,7 @@ from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.program import Program
 from pyro_nami.program.site_values import any_value
 
-__all__ = ["likely_start", "near_origin"]
+__all__ = ["PRIOR_DRAWS", "likely_start", "near_origin"]
 
 # runs about each start, all of which have to be better; ten times more would take as much longer
 RUNS = 4

@@ -22,6 +22,7 @@ from pyro_nami.program.vectorized import Vectorized
 
 __all__ = ["difference_at", "differing_site", "few_draws", "for_many", "of_rank"]
 
+FEWEST_DRAWS = 3  # to tell several from one and from two that are alike
 MANY_DRAWS = 16  # from which a run for many draws pays for a check or a set-up of its own
 # relative and absolute, of log densities; 1e-2 for other dtypes: what Newton's last step in single precision may leave
 TOLERANCE = {torch.float64: 1e-6}
@@ -32,7 +33,7 @@ ROUNDED_TERMS = 4.0
 def few_draws(sites: Iterable[Any]) -> int:
     """Returns a number of draws, at least three, that is no size of a site, so that it cannot be taken for one."""
     sizes = {size for site in sites for size in site["fn"].shape()}
-    return next(num for num in itertools.count(3) if num not in sizes)
+    return next(num for num in itertools.count(FEWEST_DRAWS) if num not in sizes)
 
 
 def differing_site(

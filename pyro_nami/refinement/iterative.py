@@ -14,8 +14,8 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
 from pyro_nami.guide.call import Call
+from pyro_nami.guide.known_parameters import check_store
 from pyro_nami.guide.nami import AutoNaMIGuide
-from pyro_nami.guide.store_names import check_store
 from pyro_nami.messages import warn
 from pyro_nami.networks.running import tempered
 from pyro_nami.parameters.inverse_network import as_pyro_module

@@ -18,8 +18,9 @@ from pyro import poutine
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversion_methods import DIRECTIONS, INVERSIONS, nami_steps
 from pyro_nami.graph.verification import verify_inverse
-from pyro_nami.guide.model_inverse import invert, with_hidden_evidence, with_latent_blocks
+from pyro_nami.guide.first_call import with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.nami import AutoNaMIGuide
+from pyro_nami.guide.order import invert
 from pyro_nami.reading.interventions import is_blocked
 from pyro_nami.show.model_file import Failure, FoundModel, find, told
 from pyro_nami.show.report import COMMENTS, Report, inverse_report, network_report, verdict_report

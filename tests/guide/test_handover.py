@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from pyro_nami.guide import handover
-from pyro_nami.guide.handover import hand_over
+from pyro_nami.guide import known_parameters
+from pyro_nami.guide.known_parameters import hand_over
 
 
 def pair(*sizes):
@@ -54,17 +54,17 @@ def test_two_guides_may_share_an_optimizer():
 
 
 def test_nothing_waits_for_guides_that_are_gone_or_are_known():
-    before = len(handover._waiting)
+    before = len(known_parameters._waiting)
     old, new = pair(2), pair(2)
     hand_over(old, new)
-    assert len(handover._waiting) == before + 1
+    assert len(known_parameters._waiting) == before + 1
     optimizer = torch.optim.SGD(pair(1), lr=0.1)
     del new
     gc.collect()
     stepped(optimizer, optimizer.param_groups[0]["params"])
-    assert len(handover._waiting) == before
+    assert len(known_parameters._waiting) == before
     old, new = pair(2), pair(2)
     optimizer = torch.optim.SGD(new, lr=0.1)  # as Pyro's are, made when parameters are met
     hand_over(old, new)
     stepped(optimizer, new)
-    assert len(handover._waiting) == before
+    assert len(known_parameters._waiting) == before

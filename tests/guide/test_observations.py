@@ -12,6 +12,7 @@ from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.guide.observed import standardized
 
 pytestmark = pytest.mark.filterwarnings("error")
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
@@ -190,9 +191,7 @@ def test_simulated_data_are_read_in_units_of_the_models_own_draws_and_tempered_f
     shift, scale = guide.network.standard("y")
     assert 1e-4 < scale.item() < 2e-2 and shift.abs() < 1
     units = torch.tensor([-9.9, -1.0, 0.0, 2.0, 9.9, 50.0, 1e6, -1e6, 3.0])
-    read = guide._observed.features(
-        "y", (units - shift) / scale, guide._plan, guide.network
-    ).flatten()
+    read = standardized("y", (units - shift) / scale, guide._plan, guide.network).flatten()
     near = units.abs() < 10
     assert torch.allclose(read[near], units[near], atol=1e-4)
     assert (read.abs() < 30).all() and (read.sort().indices == units.sort().indices).all()

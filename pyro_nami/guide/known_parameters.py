@@ -1,22 +1,26 @@
-"""The names of guides in Pyro's parameter store, where equal names mean shared parameters.
+"""Who else knows the parameters of a guide: Pyro's store, by their names, and optimizers of torch.
 
-Pyro gives two modules of one class the same name, and the second one the weights of the first,
-silently. Pyro's own tests rely on this, with warnings as errors; so a second guide of that name is
-logged, not warned of.
+Equal names in the store mean shared parameters. Pyro gives two modules of one class the same name,
+and the second one the weights of the first, silently. Pyro's own tests rely on this, with warnings
+as errors; so a second guide of that name is logged, not warned of.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pyro
 import torch
 from pyro.nn import PyroModule
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["check_store", "give_to_store", "warn_of_other_weights"]
+__all__ = ["check_store", "give_to_store", "hand_over", "warn_of_other_weights"]
 
 _made = WeakTensorKeyDictionary()  # parameter of a module that was checked here -> True
 
@@ -67,17 +71,16 @@ def give_to_store(module: PyroModule) -> None:
 
 def warn_of_other_weights(module: PyroModule) -> None:
     """Logs a warning where the store has other weights under the names of a module that was unpickled."""
-    if any(not _are_same(value, other) for _, value, other in _pairs(module)):
+    if any(
+        other is not value and not torch.equal(other.detach().to(value), value)
+        for _, value, other in _pairs(module)
+    ):
         logging.getLogger("pyro_nami").warning(
             "The parameter store holds other weights under the names of the loaded guide '%s', and Pyro computes with "
             "the weights of the store. Call pyro.clear_param_store() before the guide is loaded, or use "
             "pyro.settings.set(module_local_params=True).",
             module._pyro_name,
         )
-
-
-def _are_same(value: Tensor, other: Tensor) -> bool:
-    return other is value or torch.equal(other.detach().to(value), value)
 
 
 def _pairs(module: PyroModule) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -94,3 +97,64 @@ def _pairs(module: PyroModule) -> Iterator[tuple[str, Tensor, Tensor]]:
 def _store_name(module: PyroModule, name: str) -> str:
     """Returns the name in the store of a module's parameter."""
     return f"{module._pyro_name}.{name.removesuffix('_unconstrained')}"
+
+
+# Old and new parameters of guides whose optimizers have not taken a step since; optimizers keep old ones alive.
+_waiting: list[tuple[list[weakref.ref], list[weakref.ref]]] = []
+
+
+def hand_over(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Has the next optimizer that steps and knows parameters ``before`` take ``after`` in their place.
+
+    Optimizers of `torch.optim` know the parameters that a guide had when they were made. Pyro's look for parameters in
+    every step.
+
+    Example:
+        >>> import torch
+        >>> old, new = (torch.nn.Parameter(torch.ones(n)) for n in (2, 3))
+        >>> optimizer = torch.optim.SGD([old], lr=0.5)
+        >>> hand_over([old], [new])
+        >>> new.sum().backward()
+        >>> optimizer.step()
+        >>> new.tolist()
+        [0.5, 0.5, 0.5]
+    """
+    _register()
+    _waiting.append((list(map(weakref.ref, before)), list(map(weakref.ref, after))))
+
+
+@functools.cache  # one for all guides, as none may be removed while torch goes through them
+def _register() -> Any:
+    return register_optimizer_step_pre_hook(_adopt)
+
+
+def _adopt(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Replaces parameters of an optimizer, before its step."""
+    for waiting in list(_waiting):
+        old, new = map(_alive, waiting)
+        known = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        is_known = not known.isdisjoint(map(id, old))
+        if not new or not known.isdisjoint(map(id, new)):
+            _waiting.remove(waiting)
+        elif is_known:
+            _waiting.remove(waiting)
+            _replace(optimizer, old, new)
+
+
+def _alive(references: Sequence[weakref.ref]) -> list[Tensor]:
+    return [value for reference in references if (value := reference()) is not None]
+
+
+def _replace(optimizer: Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    gone = set(map(id, old))
+    is_first = True
+    for group in optimizer.param_groups:
+        kept = [each for each in group["params"] if id(each) not in gone]
+        if is_first and len(kept) < len(group["params"]):
+            kept += new
+            is_first = False
+        group["params"][:] = kept
+    for parameter in old:
+        optimizer.state.pop(parameter, None)
+    if hasattr(optimizer, "_numel_cache"):  # of LBFGS
+        optimizer._numel_cache = None
