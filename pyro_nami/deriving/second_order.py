@@ -14,7 +14,6 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
@@ -184,18 +183,19 @@ class SecondOrder(Expansion):
         """Returns S^-1 (x_k - B x - d), which has the prior N(0, I): ``(*batch, *plates, E, columns)``."""
         base, shape = self._base(name), self.shapes[name]
         loc = base.loc - self.references[name]
+        own, after = self._first[name], self._first[name] + self.sizes[name]
         if moves is None:
             moves = loc.new_zeros((self.num_offsets, *loc.shape))
-        mean = self._columns(name, moves[begin:], loc)
-        size, own = self.sizes[name], self._first[name] - begin
-        unit = torch.eye(size, dtype=mean.dtype, device=mean.device)
-        rows = F.pad(unit, (own, mean.shape[-1] - own - size)) - mean
+        mean = self._columns(name, moves[after:], loc)  # a prior is to move with those behind alone
         if isinstance(base, dist.Normal):
-            scale = self._flat(name, base.scale.expand(shape)).double().unsqueeze(-1)
-            return rows / (scale if self.differentiable else scale.detach())
-        nesting = None if self._is_lifted(name) else self.nesting
-        inverse = inverse_root(base.scale_tril.double(), shape, nesting)
-        return (inverse if self.differentiable else inverse.detach()) @ rows
+            scale = self._flat(name, base.scale.expand(shape)).double()
+            inverse = torch.diag_embed(scale.reciprocal())
+        else:
+            nesting = None if self._is_lifted(name) else self.nesting
+            inverse = inverse_root(base.scale_tril.double(), shape, nesting)
+        inverse = inverse if self.differentiable else inverse.detach()
+        before = inverse.new_zeros(inverse.shape[:-1] + (own - begin,))
+        return torch.cat([before, inverse, -(inverse @ mean)], -1)
 
     def _base(self, name: str) -> Any:
         """Returns a member's Normal or multivariate Normal prior; of a flat one where offsets begin, and their unit."""
