@@ -241,14 +241,19 @@ class SecondOrder(Expansion):
 
     def _curves(self, sites: Mapping[str, Any], child: str) -> bool:
         """Whether a child's log density has a curvature along some direction."""
+        leaves = list(self.values.values())
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
         with derivatives():
-            slopes = self.take(sites, again=True, parts=[child])
-            units = {
-                name: irregular(slope.shape, slope, i).unsqueeze(0)
-                for i, (name, slope) in enumerate(slopes.items())
-            }
-            bends = along_units(slopes, units, list(self.values.values()), False)
-        return any(bool((bend != 0).any()) for bend in bends)
+            density = self.density(sites, child).sum()
+            slopes = (
+                torch.autograd.grad(density, leaves, create_graph=True, **options)
+                if density.requires_grad
+                else ()
+            )
+            moving = [slope for slope in slopes if slope is not None and slope.requires_grad]
+            along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
+            bends = torch.autograd.grad(moving, leaves, along, **options) if moving else ()
+        return any(bend is not None and bool((bend != 0).any()) for bend in bends)
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         steps, found = self._steps_to(values), []

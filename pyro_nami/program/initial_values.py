@@ -32,6 +32,8 @@ __all__ = ["PRIOR_DRAWS", "likely_start", "near_origin"]
 RUNS = 4
 # draws of a prior whose median is taken; of ten times fewer it would be off by half a standard deviation
 PRIOR_DRAWS = 101
+# distance of a median from the origin, in unconstrained space; nearer ones are no other start
+FAR = 0.5
 # parts of the way to a median; without the shorter ones, vague priors would take latents beyond the data
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
@@ -117,7 +119,7 @@ class _WaysToMedians:
             place = transform.inv(self._latent[site["name"]])
             if kind in at:
                 median, nearest = _median(site["fn"], transform)
-                if median.abs().max() > scale:  # nearer ones are no other start
+                if median.abs().max() > FAR:
                     self.shares[kind] = (0.0, *(share for share in SHARES if share >= nearest))
                 place = place + at[kind] * median
             return transform(place + scale * _narrowness(site["fn"]) * torch.randn_like(place))
