@@ -435,6 +435,8 @@ class Finder:
             if form == "enumeration":
                 group = group._replace(elements=(num_values(self.nodes[names[0]]["fn"]) or 0,))
             return None if form is None else group._replace(form=form)
+        if any(self._parents(name).intersection(names[i:]) for i, name in enumerate(names)):
+            return None  # of a block each prior is given what is drawn before it
         depths, lifted = self._levels(names, inverse)
         if inverse is not None and depths != sorted(depths, reverse=True):
             return None

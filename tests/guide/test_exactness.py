@@ -26,6 +26,7 @@ from models import (
     eight_schools_evidence,
     minimize,
 )
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import ClippedAdam
 
@@ -117,6 +118,30 @@ def representable(network, inverse):
 def test_faithful_inverses_reach_the_exact_posterior_for_all_data(name, inverse):
     _, left = fitted(NETWORKS[name], inverse)
     assert left < 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("inverse", ["auto", "forward", "reverse", "mean_field"])
+def test_what_is_called_exact_has_the_same_weight_at_every_draw(inverse, own_parameters):
+    """log p(z, y) - log q(z | y) is log p(y), whatever z; in grids up to their error."""
+    found = 0
+    for name, case in CASES.items():
+        args = case.arguments()
+        guide = AutoNaMIGuide(case.model, inverse=inverse)
+        guide(*args)
+        rules = {note.rule for note in guide.rules.values()}
+        if not rules <= {"exact", "quadrature"}:
+            continue
+        weights = []
+        for _ in range(5):
+            drawn = poutine.trace(guide).get_trace(*args)
+            joint = poutine.trace(poutine.replay(case.model, drawn)).get_trace(*args)
+            weights.append(float(joint.log_prob_sum() - drawn.log_prob_sum()))
+        spread = max(weights) - min(weights)
+        assert spread < (0.2 if "quadrature" in rules else 1e-3), (name, spread)
+        found += 1
+    assert found >= 3
 
 
 @pytest.mark.parametrize("anchor", [True, False])
