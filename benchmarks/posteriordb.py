@@ -14,21 +14,23 @@ import json
 import math
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
-from posteriors import FOLDER, Posterior, improper, posteriors, wide
+from posteriors import FLAT, Posterior, options, posteriors, wide
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import ClippedAdam
 
 from pyro_nami import AutoNaMIGuide
 
 RESULTS = Path(__file__).parent / "results" / "posteriordb.json"
-FLAT = {"uniform": wide, "improper": improper}
 SMOKE = ("eight_schools-eight_schools_noncentered", "kilpisjarvi_mod-kilpisjarvi")
-DRAWS, PARTICLES, RATE, LAST = 4000, 16, 0.05, 0.01
+DRAWS, PARTICLES = 4000, 16
+RATE, LAST = 0.05, 0.01  # of ClippedAdam at first, and the share of it that is left at last
+SMOKE_STEPS = 5
 MOST_MEAN, MOST_SD = 0.1, 0.1  # errors that a user does not see in a table
 
 
@@ -67,66 +69,58 @@ def is_right(errors: list[Any]) -> bool:
 
 def main() -> None:
     """Prints the table, and writes it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="two posteriors, and no file")
-    parser.add_argument(
-        "--data", type=Path, default=FOLDER, help="posteriordb's summaries and data"
-    )
+    parser = options(__doc__ or "")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default="", help="posteriors whose names hold this")
-    options = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    head = ("first call", "mean", "sd", "step", "mean", "sd")
+    print(f"{'posterior':44} {'prior':8}" + "".join(f"{each:>11}" for each in head))
     rows = []
-    print(
-        f"{'posterior':44} {'prior':8} {'first call':>10} {'mean':>6} {'sd':>6} {'step':>6} {'mean':>6} {'sd':>6}"
-    )
-    for prior, flat in FLAT.items():
-        for posterior in posteriors(options.data, flat):
-            left_out = options.only not in posterior.name or (
-                prior == "improper" and not posterior.is_flat
-            )
-            if left_out or (options.smoke and posterior.name not in SMOKE):
-                continue
-            for seed in range(options.seeds):
-                case = {"posterior": posterior.name, "prior": prior, "seed": seed}
-                try:
-                    row = measured(posterior, seed, 5 if options.smoke else options.steps)
-                except Exception as error:  # noqa: BLE001  a row that fails is a row that is wrong
-                    row = {
-                        "error": f"{type(error).__name__}: {str(error)[:200]}",
-                        "first": [math.inf] * 2,
-                        "last": [math.inf] * 2,
-                    }
-                rows.append(case | row)
-                _show(rows[-1])
+    for prior, posterior in _programs(given):
+        for seed in range(given.seeds):
+            case = {"posterior": posterior.name, "prior": prior, "seed": seed}
+            steps = SMOKE_STEPS if given.smoke else given.steps
+            rows.append(case | _row(posterior, seed, steps))
+            print(_line(rows[-1]), flush=True)
     for moment in ("first", "last"):
         right = sum(is_right(row[moment]) for row in rows)
         print(f"{moment}: {right} of {len(rows)} within {MOST_MEAN} sd and {MOST_SD:.0%}")
-    if not (options.smoke or options.only):
-        RESULTS.write_text(
-            json.dumps(
-                {"torch": torch.__version__, "draws": DRAWS, "steps": options.steps, "rows": rows},
-                indent=1,
-            )
-            + "\n"
-        )
+    if not (given.smoke or given.only):
+        table = {"torch": torch.__version__, "draws": DRAWS, "steps": given.steps, "rows": rows}
+        RESULTS.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def _show(row: dict[str, Any]) -> None:
+def _programs(given: argparse.Namespace) -> Iterator[tuple[str, Posterior]]:
+    """Yields how flat priors are written, and a posterior; those without flat priors once."""
+    for prior, flat in FLAT.items():
+        for posterior in posteriors(given.data, flat):
+            is_new = posterior.is_flat or flat is wide
+            is_asked = posterior.name in SMOKE if given.smoke else given.only in posterior.name
+            if is_new and is_asked:
+                yield prior, posterior
+
+
+def _row(posterior: Posterior, seed: int, steps: int) -> dict[str, Any]:
+    """Returns the measures of one posterior; those of a program that fails are infinite."""
+    try:
+        return measured(posterior, seed, steps)
+    except Exception as error:  # noqa: BLE001  a row that fails is a row that is wrong
+        never = [math.inf] * 2
+        return {"error": f"{type(error).__name__}: {error}", "first": never, "last": never}
+
+
+def _line(row: dict[str, Any]) -> str:
     name = f"{row['posterior']:44} {row['prior']:8}"
     if "error" in row:
-        print(f"{name} {row['error']}", flush=True)
-        return
-    first, last = row["first"], row["last"]
-    print(
-        f"{name} {row['first_call']:9.2f}s {first[0]:6.2f} {first[1]:6.2f} {1e3 * row.get('step', 0):4.0f}ms "
-        f"{last[0]:6.2f} {last[1]:6.2f}  {last[2]:12} {', '.join(row['learned'])[:40]}",
-        flush=True,
-    )
+        return f"{name} {row['error']}"
+    (mean, sd, _), (last_mean, last_sd, worst) = row["first"], row["last"]
+    first = f"{row['first_call']:10.2f}s {mean:10.2f} {sd:10.2f}"
+    step = f"{1e3 * row.get('step', 0.0):8.0f}ms"
+    last = f"{last_mean:10.2f} {last_sd:10.2f}"
+    return f"{name} {first} {step} {last}  {worst:12} {', '.join(row['learned'])}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ for posterior in posteriors(folder, flat=wide):
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import re
@@ -21,9 +22,24 @@ from torch import Tensor
 from posteriors import designs, programs
 from posteriors.programs import Flat, improper, wide
 
-__all__ = ["FOLDER", "Errors", "Posterior", "improper", "posteriors", "wide"]
+__all__ = ["FLAT", "FOLDER", "Errors", "Posterior", "improper", "options", "posteriors", "wide"]
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "posteriordb"
+
+
+FLAT = {"uniform": wide, "improper": improper}  # how flat priors are written
+
+
+def options(doc: str) -> argparse.ArgumentParser:
+    """Returns the options that all scripts on these posteriors have."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="two posteriors, and no file")
+    parser.add_argument(
+        "--data", type=Path, default=FOLDER, help="posteriordb's summaries and data"
+    )
+    return parser
 
 
 class Errors(NamedTuple):
