@@ -132,7 +132,7 @@ class Expansion:
     def sites(
         self, run: RunModel, known: Mapping[str, Any], points: Mapping[str, Any] | None = None
     ) -> Mapping[str, Any]:
-        """Returns the sites of a run of the model at the points: unvalidated, as its own run validates the same."""
+        """Returns the sites of a run of the model at the points, without validation: the model's own run has it."""
         with torch.inference_mode(False), torch.enable_grad(), pyro.validation_enabled(False):
             return run({**known, **(points or self.points)}, until=self.until)
 
@@ -281,7 +281,7 @@ class Expansion:
         return self.density(sites, name).detach().sum()
 
     def weighted(self, each: Tensor, sites: Mapping[str, Any], name: str) -> Tensor:
-        """Returns numbers of a site times its scale relative to that of the members."""
+        """Returns numbers of a site, times the ratio of the site's scale to that of the members."""
         own, scale = sites[name]["scale"], sites[self.group.members[0]]["scale"]
         both = {type(own), type(scale)}
         if own is scale or Tensor not in both and own == scale:
@@ -297,7 +297,7 @@ class Expansion:
 def solved(
     expansion: Any, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the last of the expansions that lead to a solution, and its sites, given those of the first."""
+    """Returns the solved expansion and the sites of its run, given the first expansion and its sites."""
     while (following := expansion.solve(sites)) is not None:
         expansion, sites = following, run(following)
     return expansion, sites

@@ -142,7 +142,7 @@ class Newton(JointGaussian):
         return any(id(leaf) not in own for leaf in parameters_of(*self._densities.values()))
 
     def _enough(self) -> float:
-        """Returns what the last step may gain, in nats; of Normals less, as more would show in gradients."""
+        """Returns the nats that the last step may still gain: fewer for Normals, as gradients show them."""
         if self.group.is_tabulated:
             return MAX_ERROR
         return MAX_ERROR * torch.finfo(next(iter(self.references.values())).dtype).eps ** 0.5

@@ -343,7 +343,7 @@ class Refutation:
         here = near.mode()
         line = {0.0: here.densities(sites := run(here))}
         errors = here.rounding(sites)
-        if any((10 * each > LOST).any() for each in errors):  # which the worst case is
+        if any((10 * each > LOST).any() for each in errors):  # ``each`` is a typical error
             return _NOT_FINITE
         room = 0.9 * near.room()
         for place in (*MODES_AT, *(FAR_MODES_AT if group.flat else ())):

@@ -107,7 +107,7 @@ class Looks:
         )
 
     def known(self, leaves: Sequence[Any]) -> Look | None:
-        """Returns the look at arguments of the kind of these, in a trace of those before; None if there is none.
+        """Returns the `Look` at arguments of this kind; in a trace, of the kind asked for last; None if there is none.
 
         Sites of a run at other numbers may be others, and what it observes too. Where many numbers did not matter,
         others will not either.

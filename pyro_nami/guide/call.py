@@ -29,9 +29,8 @@ class TrainedAnswer(NamedTuple):
 
     Attributes:
         call: the call.
-        hidden: latents of training that the call has no place for: it lacks or observes them, or has other instances;
-            and those that no data say anything of.
-        private: those of them that others are drawn given.
+        hidden: latents of training that the call lacks, observes, or has other instances of; and latents without data.
+        private: the hidden latents that other latents are drawn given.
         fresh: latents of the call that training had no data for, at the call's inputs: drawn from the model's own
             conditional.
         notice: what the user is to know of these; empty where there are none.
@@ -117,7 +116,7 @@ class Reading(NamedTuple):
 def target_of(
     call: Any, before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan
 ) -> TrainedAnswer:
-    """Returns how a call with sites ``now`` differs from the one that answers it, whose sites were ``before``."""
+    """Returns how a call with sites ``now`` differs from the call that answers it, with sites ``before``."""
     latents = [name for name in plan.rules if name in before and not before[name]["is_observed"]]
     open_sites = {name for name in now if is_latent(now[name]) and not is_passing(now[name])}
     other = [

@@ -104,7 +104,7 @@ def _count(site: Mapping[str, Any] | None) -> int:
 def _reads(
     first: FirstCall, name: str, children: Sequence[str], counts: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Returns child -> boolean ``(its elements, elements of the site)``: which of them depend on each other."""
+    """Returns child -> boolean ``(child's elements, site's elements)``: whether the one depends on the other."""
     reads = {t: torch.zeros(counts[t], counts[name], dtype=torch.bool) for t in children}
     held = {*first.net.latent, *first.options.observed}
     num_found = -1

@@ -114,7 +114,7 @@ def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
         check_names("families", spec, first.net.latent, "a latent site")
         spec = spec.get(name)
     if spec is None and not first.options.simulated and type_of(site["fn"]).is_relaxed:
-        spec = "normal"  # which has AutoNormal's among it, as a relaxed type has not
+        spec = "normal"  # which AutoNormal has, too; a relaxed type cannot represent it
     return make_family(spec, name, site["fn"], site["value"])
 
 

@@ -1,4 +1,4 @@
-"""Who else knows the parameters of a guide: Pyro's store, by their names, and optimizers of torch.
+"""The parameters of a guide in Pyro's store, by name, and in the optimizers of torch.
 
 Equal names in the store mean shared parameters. Pyro gives two modules of one class the same name,
 and the second one the weights of the first, silently. Pyro's own tests rely on this, with warnings

@@ -125,7 +125,7 @@ class MapReader:
         return maps
 
     def _rows(self, call: Call, leaves: Sequence[Any]) -> dict[Pair, dict[int, int]]:
-        """Returns what earlier calls on the same arguments, whichever rows they had, told of maps: row -> instance."""
+        """Returns the index maps of the rows that earlier calls on the same arguments had: row -> instance."""
         rows = [id(index) for index in call.indices.values()]
         others = [leaf for leaf in leaves if id(leaf) not in rows]
         known: dict[Pair, dict[int, int]] = self._cache.get("rows of index maps", others, dict)

@@ -70,7 +70,7 @@ class OwnData:
         call = replace(call, indices={**call.indices, **parts}) if parts else call
         call = _from_observations(call, plan, observations) if observations else call
         given = call.values.keys()
-        # arguments of the model that are known to be data
+        # observed values that stand among the arguments
         slots = look.slots.items() if look is not None else ()
         found = {name: call.program.argument(slot) for name, slot in slots if name not in given}
         call = _with_own(call, plan, {k: v for k, v in found.items() if isinstance(v, Tensor)})

@@ -186,7 +186,7 @@ class InferenceCompilation:
         return trainer.history
 
     def _ask_for_any_data(self) -> None:
-        """Makes a guide that may serve one data set, or any, serve any."""
+        """Has a guide answer for the data of each call, where nothing was said of its mode."""
         ask = getattr(self.guide, "serve_any_data", None)
         if ask is not None:
             ask()

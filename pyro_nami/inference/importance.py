@@ -116,7 +116,7 @@ class BadDensity(ValueError):
 
 
 class Weighed(NamedTuple):
-    """The sites of a run of the guide, and of one of the model at its values, with their log densities."""
+    """The sites of a run of the guide and of a run of the model at the guide's values, with log densities."""
 
     extent: Extent
     guide: dict[str, Any]
@@ -326,12 +326,12 @@ def _weighed_run(
         # reaches a log density, which has a site to name.
         with pyro.validation_enabled(False):
             try:
-                set_rng_state(state)  # so that the refused values are drawn again
+                set_rng_state(state)  # draws the refused values again
                 run = weigh(target, extent, values or {})
                 _fault_of(run)
             except BadDensity as bad:
                 raise bad from error
-            except Exception:  # the same error, or what follows from it
+            except Exception:  # the same error, or one that it causes
                 raise error from None
     return run
 

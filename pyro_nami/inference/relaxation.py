@@ -184,7 +184,7 @@ class RelaxedELBO(ELBO):
 
 
 class Drawn(Messenger):
-    """Relaxes a guide's discrete draws, and holds the names of their sites."""
+    """Relaxes a guide's discrete draws, and keeps the names of the sites that it relaxed."""
 
     def __init__(self, temperature: float) -> None:
         super().__init__()

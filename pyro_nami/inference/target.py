@@ -250,7 +250,7 @@ def run_for_many(
 
 
 def bind(guide: Any, model: Callable) -> None:
-    """Has a guide of a model run it as this one does, mapped over draws or not."""
+    """Has another guide of the model map it over draws where this guide does."""
     if hasattr(guide, "bind") and unmapped(guide.model) is unmapped(model):
         guide.bind(model)
 

@@ -311,7 +311,7 @@ class WeightedSamples:
 def _table_of(drawn: WeightedSamples, prob: float, most: int = 100) -> str:
     """Returns mean, sd, median and the ends of a central interval of every element, a line each; see `WeightedSamples`.
 
-    Of one site there are at most so many lines.
+    A site has at most ``most`` lines.
 
     Raises:
         ValueError: a probability outside of (0, 1).

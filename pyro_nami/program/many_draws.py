@@ -22,7 +22,7 @@ from pyro_nami.program.vectorized import Vectorized
 
 __all__ = ["difference_at", "differing_site", "few_draws", "for_many", "of_rank"]
 
-FEWEST_DRAWS = 3  # to tell several from one and from two that are alike
+FEWEST_DRAWS = 3  # that show what several draws have in common; two may agree by chance
 MANY_DRAWS = 16  # from which a run for many draws pays for a check or a set-up of its own
 # relative and absolute, of log densities; 1e-2 for other dtypes: what Newton's last step in single precision may leave
 TOLERANCE = {torch.float64: 1e-6}

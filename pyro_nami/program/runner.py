@@ -233,7 +233,7 @@ def signature_of(fn: Any) -> inspect.Signature:
     try:
         return inspect.signature(fn)
     except (TypeError, ValueError):
-        # None is to be read off what a Pyro handler makes of a function, such as the model that an AutoGuide holds.
+        # A handler of Pyro, such as the model that an AutoGuide holds, shows no signature of its own.
         if isinstance(fn, functools.partial) and fn.args:
             return signature_of(fn.args[-1])
         raise

@@ -216,7 +216,7 @@ class Surroundings:
         return self._attributes(value)
 
     def _items(self, holder: list | dict) -> list[Any]:
-        """Notes the items of a list or dict, and that there are no more; of a long one nothing."""
+        """Notes the items of a list or dict, and their number; nothing of a long one."""
         known = _keys(holder)
         if max(len(known), len(self._places)) > MOST_ITEMS:
             return []

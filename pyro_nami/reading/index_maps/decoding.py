@@ -150,7 +150,7 @@ class Trial:
 
 
 def moved_instances(rows: Mapping[str, Tensor], plan: MapPlan) -> dict[str, Tensor]:
-    """Returns which instances ``(size_q,)`` of each plate q of a plan's targets move at any of these."""
+    """Returns plate of a plan's targets -> which of its instances, ``(size,)``, move at one of the changes."""
     found: dict[str, Tensor] = {}
     for name, here in rows.items():
         q = plan.targets[name]
