@@ -142,7 +142,7 @@ class DensityGuide(LazyGuide):
     def _at(
         self, latents: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> tuple[Pass, dict[str, Tensor], dict[str, Any]]:
-        """Returns a pass that knows all values, the latents' own, and the sites of a run of the model at these values."""
+        """Returns a pass that knows all values, the latents' values, and the sites of a run of the model at them."""
         call = self._begin(args, kwargs, draws=False)
         plan, state = self._made(), self._start(call)
         values = _left_of_plates(latents, plan, call.held)
