@@ -35,7 +35,11 @@ from pyro.infer.reparam import LocScaleReparam, ProjectedNormalReparam, Transfor
 
 from pyro_nami import AutoNaMIGuide
 
-pytestmark = pytest.mark.filterwarnings("error", "ignore:Hidden randomness")
+pytestmark = pytest.mark.filterwarnings(
+    "error",
+    "ignore:Hidden randomness",
+    "ignore:The exact conditional of 'u'",  # of `constrained`, at a draw of a singular matrix
+)
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
 Y = torch.tensor(1.0)
 SCHOOLS = CASES["eight_schools"].arguments()
@@ -409,7 +413,6 @@ def test_no_observed_sites_make_everything_predictive(inverse):
         ("discrete_locals", "reverse"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:The exact conditional of 'u'")  # at a draw of a singular matrix
 def test_median_and_quantiles(name, inverse):
     case, args = CASES[name], CASES[name].arguments()
     guide = AutoNaMIGuide(case.model, inverse=inverse)
