@@ -118,8 +118,8 @@ class GroupNetwork:
             column.source for column in columns if latents.isdisjoint(nodes_of(column.source))
         )
         self.constant = frozenset() if factors[0].batch else self.data
-        self.reads = dependency(factors, columns)  # which columns each row reads
-        rows, inputs = self.reads.shape
+        rows = sum(factor.num_elements * factor.num_rows for factor in factors)
+        inputs = sum(column.last - column.first for column in columns)
         column_bytes = rows * COPIES * torch.empty(0, **factory).element_size()
         most = MAX_BYTES_COMPILED if simulated else MAX_BYTES_TRAINED
         # Hidden units alone carry many inputs to factors that are drawn in one go.
@@ -128,6 +128,7 @@ class GroupNetwork:
             skip = False
         units = sum(hidden_features[-1:]) if inputs else 0
         _check_memory(factors, (inputs if skip else 0) + units + 1, column_bytes, most)
+        self.reads = dependency(factors, columns)  # which columns each row reads
         base = _COMPILED if simulated else _VARYING if varying else _TRAINED
         self.places = self._places(hidden_features, base, factory)
         self.mlp = MaskedMLP(

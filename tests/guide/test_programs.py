@@ -44,6 +44,7 @@ from pyro.optim import Adam
 from torch import nn
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.parameters import group_network
 
 ENUM = {"enumerate": "parallel"}
 STATES = 2
@@ -676,6 +677,26 @@ def test_latents_too_large_for_networks_are_drawn_as_by_auto_normal():
     torch.testing.assert_close(guide.log_prob(values, inputs, y), trace.log_prob_sum())
     assert not any(guide.network.reads(name, ["first"]) for name in values)
     assert guide.network.reads("second", ["scale"]) or guide.network.reads("scale", ["second"])
+
+
+def test_what_is_too_large_is_told_before_it_is_made(monkeypatch):
+    """A table of which weight reads which took 12 GB for the weights of a network with 78,500 of them."""
+    made = group_network.dependency
+
+    def table(factors, columns):
+        rows = sum(factor.num_elements * factor.num_rows for factor in factors)
+        assert rows * sum(column.last - column.first for column in columns) < 1e7
+        return made(factors, columns)
+
+    monkeypatch.setattr(group_network, "dependency", table)
+
+    def model(y):
+        first = pyro.sample("first", dist.StudentT(3.0, torch.zeros(80, 30), 0.1).to_event(2))
+        second = pyro.sample("second", dist.StudentT(3.0, torch.zeros(3000), 0.1).to_event(1))
+        pyro.sample("y", dist.Normal(first.sum() * second.sum(), 1.0), obs=y)
+
+    with pytest.warns(UserWarning, match="would take too much memory"):
+        AutoNaMIGuide(model)(torch.tensor(1.0))
 
 
 @pytest.mark.filterwarnings("ignore:Site")
