@@ -288,7 +288,7 @@ class Refutation:
             for name, way in ways.items():
                 center = here.references[name]
                 values[name] = here.flat[name].within(center + place * way + past * center.abs())
-            return at(past or place, values)
+            return at(place, values)
 
         line = {f"{place:g} deviations away": moved(place) for place in distances}
         for far in (-FAR_OUT, FAR_OUT) if len(distances) > 1 else ():
