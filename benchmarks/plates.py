@@ -121,7 +121,7 @@ def sets(evidence, steps, batch, datasets, seed, exact=False):
     """Returns errors of the posterior of m at N = 20, 200 and 2,000 after training at N = 5 to 50."""
     pyro.set_rng_seed(seed)
     pyro.clear_param_store()
-    guide = AutoNaMIGuide(hierarchy, evidence=evidence, exact=exact)
+    guide = AutoNaMIGuide(hierarchy, evidence=evidence, exact=exact, mode="amortized")
     guide(10, torch.randn(10))
     optimizer = torch.optim.Adam(guide.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps=steps)

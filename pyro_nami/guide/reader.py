@@ -44,6 +44,7 @@ class _Step(NamedTuple):
     backward: Backward
     reading: Reading
     notice: str = ""  # what to warn of if it is none
+    is_given: bool = False  # whether its data were ``observations=``
 
 
 class CallReader:
@@ -68,6 +69,7 @@ class CallReader:
         self.differing: Reading | None = None
         # whether training goes on with another data set, which networks are yet to be centered on
         self.moved = False
+        self._given: Data | None = None  # of the latest step by ``observations=``
 
     def __getstate__(self) -> dict[str, Any]:
         lost: dict[str, Any] = {
@@ -115,8 +117,13 @@ class CallReader:
         if absent:
             return self._without(absent, own, call, given)
         own = self.own.completed(own)
+        if given and trained:
+            return self._explicit(own)
         if given:
-            return self._explicit(own) if trained else self._with_kept(own)
+            if backward is not None and memory.mode is Mode.FIXED:
+                reading = Reading(own, self._data_of(own))
+                self._open.append(_Step(backward, reading, is_given=True))
+            return self._with_kept(own)
         if trained:
             return self._compared(own, call, backward)
         return self._noted(own, call, backward)
@@ -138,6 +145,14 @@ class CallReader:
     def _take_in(self, step: _Step) -> None:
         """Records a call as a training step."""
         memory = self.memory
+        if step.is_given:
+            if self._given not in (None, step.reading.data):
+                self._tell(
+                    "Training steps had observations= that differ from step to step, and this guide is made for one "
+                    "data set. Make it with mode='amortized', which serves the data of each call."
+                )
+            self._given = step.reading.data
+            return
         change = memory.history.step(step.reading.data or {})
         if step.reading.data != memory.history.current:
             self.differing = step.reading

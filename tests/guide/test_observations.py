@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CHAIN, amortized, conjugate_normal, local_normals, regression, scatter, steps
+from models import (
+    CHAIN,
+    amortized,
+    conjugate_normal,
+    local_normals,
+    pair,
+    regression,
+    scatter,
+    steps,
+)
 from models import ready_by_a_step as ready
 from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO
@@ -216,3 +227,17 @@ def test_a_conditioned_model_of_training_predicts_rows_of_other_arguments(noise)
     assert [each.shape for each in drawn] == [(500, 5), (500, 30)]
     torch.testing.assert_close(drawn[0].mean(0), drawn[1].mean(0)[:5], atol=0.2, rtol=0)
     torch.testing.assert_close(drawn[0].mean(0), y[:5], atol=0.2, rtol=0)
+
+
+def test_training_by_log_prob_on_differing_observations_is_told():
+    """A guide of one data set would answer with a posterior of none of them."""
+    model, x = pair(dist.Normal(0.0, 1.0)), torch.zeros(())
+    guide = AutoNaMIGuide(model, exact=False)
+    guide(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):  # of one data set
+            guide.log_prob({"z": x}, observations={"y": x}).sum().backward()
+    with pytest.warns(UserWarning, match="mode='amortized'"):
+        for i in range(3):
+            guide.log_prob({"z": x}, observations={"y": x + i}).sum().backward()
