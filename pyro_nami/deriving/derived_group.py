@@ -14,9 +14,10 @@ class ConjugateGroup(NamedTuple):
     Attributes:
         members: the latents, in sampling order.
         children: observed sites that they are parents of.
-        form: of the conditionals: a name in `exponential_families.FORMS`, "enumeration", "Gaussian" for a joint block,
+        form: of conditionals: a name in `exponential_families.FORMS`, "enumeration", "Gaussian" for a joint block,
             "Newton" for one whose density is concave, "quadrature" for one with one or two elements of that kind,
-            "marginal" for what comes first, with all others integrated out, or "Bernoulli" for binary ones by bounds.
+            "marginal" for what comes first on a grid, with all others integrated out, "rough grid" where that is
+            off, "collapsed" for the same about its mode, or "Bernoulli" for binary ones by bounds.
         bound: what stands for the likelihood of children that have one: "" for nothing, "bounded" for a bound (see
             `pyro_nami.factors.bounds`) whose parameters networks give, "bound" for the tightest.
         depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance
@@ -41,18 +42,28 @@ class ConjugateGroup(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the conditionals are exact: Normals about a mode, and those by a bound, are not."""
-        return self.form != "Newton" and not self.bound
+        """Whether the conditionals are exact: those about a mode, on a rough grid, and by a bound are not."""
+        return not (self.is_located or self.bound or self.form == "rough grid")
+
+    @property
+    def is_located(self) -> bool:
+        """Whether they are approximations about a mode."""
+        return self.form in ("Newton", "collapsed")
+
+    @property
+    def comes_first(self) -> bool:
+        """Whether all other latents are integrated out."""
+        return self.form in ("marginal", "collapsed", "rough grid")
 
     @property
     def is_tabulated(self) -> bool:
         """Whether they are found by quadrature."""
-        return self.form in ("quadrature", "marginal")
+        return self.form in ("quadrature", "marginal", "rough grid")
 
     @property
     def has_mode(self) -> bool:
         """Whether they are found about a mode, which takes several runs of the model."""
-        return self.is_tabulated or self.form == "Newton"
+        return self.is_tabulated or self.is_located
 
     @property
     def iterates(self) -> bool:

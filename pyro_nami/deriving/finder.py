@@ -52,6 +52,13 @@ MOST_DENSE = 500
 # together. Ten times more let long chains take minutes.
 MOST_TRIED = 12
 COMPILED = "a compiled objective takes a mode for a constant, and its mode moves with what is drawn before, or learned"
+# The model's own weights with which a mode moves, so that it is searched for anew in each step. At equal seconds, modes
+# are as good as networks with two weights, and worse with 100 and more.
+MOST_WEIGHTS = 20
+WEIGHTS = (
+    "its mode moves with {} weights of the model's own, and would be searched for anew in each step; "
+    "rules={{site: 'located'}} does that"
+)
 _LATER = "its data depend on '{}', which is drawn later"
 
 
@@ -68,6 +75,7 @@ class Finder:
         excluded: latents that are to have no exact conditional -> why.
         is_compiled: whether modes are to be constants, as in a trace; latents whose modes would move are learned.
         bounds: latents whose conditionals are to be by bounds -> "bounded" or "bound", see `ConjugateGroup`.
+        located: latents whose modes are asked for, whatever these take.
         bent: latents whose priors are not to be taken for flat -> why.
 
     Attributes:
@@ -84,6 +92,7 @@ class Finder:
     excluded: Mapping[str, str]
     is_compiled: bool = False
     bounds: Mapping[str, str] = field(default_factory=dict)
+    located: frozenset[str] = frozenset()
     bent: dict[str, str] = field(default_factory=dict)
     flat: set[str] = field(default_factory=set)
     obstacles: dict[str, str] = field(default_factory=dict)
@@ -102,10 +111,24 @@ class Finder:
     def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
         """Returns the group by the first form that holds, as `Refutation.holding` does for one form."""
         held = self._first_holding(group, near)
-        if held is None or not (held.has_mode and self.is_compiled and self._moves(held)):
+        reason = self._too_restless(held) if held is not None and held.has_mode else ""
+        if held is None or not reason:
             return held
-        self.refused.update(dict.fromkeys(held.members, COMPILED))
+        self.refused.update(dict.fromkeys(held.members, reason))
         return None
+
+    def _too_restless(self, group: ConjugateGroup) -> str:
+        """Returns why a mode is not to be searched for anew in each step; empty if it may be."""
+        if self.is_compiled and self._moves(group):
+            return COMPILED
+        if self.located.issuperset(group.members):
+            return ""
+        weights = sum(each.numel() for each in self._weights(group))
+        return WEIGHTS.format(weights) if weights > MOST_WEIGHTS else ""
+
+    def _weights(self, group: ConjugateGroup) -> list[torch.Tensor]:
+        """Returns the model's parameters that a group's density moves with."""
+        return self.tests.parameters(group, self.tests.draws[0])
 
     def _first_holding(self, group: ConjugateGroup, near: bool) -> ConjugateGroup | None:
         name, *others = group.members
@@ -116,8 +139,7 @@ class Finder:
 
     def _moves(self, group: ConjugateGroup) -> bool:
         """Whether a group's mode depends on more than the data of a call: on latents, parameters or instances."""
-        tests = self.tests
-        return bool(group.needed or self.subsampled or tests.parameters(group, tests.draws[0]))
+        return bool(group.needed or self.subsampled or self._weights(group))
 
     # ---- in a given inverse
 

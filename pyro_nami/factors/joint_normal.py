@@ -11,6 +11,7 @@ from torch.distributions import Distribution, constraints
 
 from pyro_nami.factors.bijections import support_on
 from pyro_nami.factors.elements import LatestDraw, draw_elements
+from pyro_nami.factors.knots import KnotTransform
 from pyro_nami.factors.path_scored import PathScored
 
 __all__ = ["JointNormal", "joint_normal"]
@@ -27,6 +28,7 @@ class JointNormal(PathScored):
         shape: the shape in which a site holds the elements, ``(*instances, *event)``, of E elements in all.
         event_dim: how many dims of it are the event's.
         elements: of e, ``(*lead, E)``, where these are not standard Normal variables.
+        bend: a map of one number each that these are moved by to e; none by default.
 
     Example:
         >>> two = JointNormal(torch.zeros(2), torch.eye(2), torch.Size([2]), 0)
@@ -44,11 +46,13 @@ class JointNormal(PathScored):
         shape: torch.Size,
         event_dim: int,
         elements: Distribution | None = None,
+        bend: KnotTransform | None = None,
     ) -> None:
         self.loc = loc
         self.lower = lower
         self._held = shape
         self._elements = elements
+        self._bend = bend
         self._latest = LatestDraw()
         leads = {loc.shape[:-1], lower.shape[:-2]}
         if elements is not None:
@@ -101,6 +105,7 @@ class JointNormal(PathScored):
             noise = torch.randn(size, dtype=self.loc.dtype, device=self.loc.device)
         else:
             noise = draw_elements(self._elements, size)
+        noise = noise if self._bend is None else self._bend.bend(noise)[0]
         value = self.at(noise).reshape(shape)
         self._latest.keep(value)
         return value
@@ -125,11 +130,14 @@ class JointNormal(PathScored):
 
     def _log_probs(self, x: Tensor, noise: Tensor) -> Tensor:
         """Returns the log density of each element given those before it, ``(*lead, E)``."""
+        log_slope: Any = 0.0
+        if self._bend is not None:
+            noise, log_slope = self._bend.straighten(noise)
         if self._elements is None:
             log_prob = -noise.square() / 2 - math.log(2 * math.pi) / 2
         else:
             log_prob = self._elements.log_prob(noise)
-        return log_prob + self.lower.diagonal(dim1=-2, dim2=-1).log()
+        return log_prob - log_slope + self.lower.diagonal(dim1=-2, dim2=-1).log()
 
     def _shown(self, vector: Tensor) -> Tensor:
         """Returns a vector ``(*lead, E)`` in the shape in which the site holds it."""
@@ -147,7 +155,7 @@ class JointNormal(PathScored):
 
     def _made(self, loc: Tensor, elements: Distribution | None) -> JointNormal:
         """Returns the distribution with another location, and other elements of e."""
-        return JointNormal(loc, self.lower, self._held, self.event_dim, elements)
+        return JointNormal(loc, self.lower, self._held, self.event_dim, elements, self._bend)
 
 
 def joint_normal(fn: Any) -> JointNormal:

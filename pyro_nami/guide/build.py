@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.joint import to_sequence
-from pyro_nami.guide.call import Call
+from pyro_nami.guide.call import Call, Derived
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.draw import start_pass
 from pyro_nami.guide.first_call import FirstCall, first_call
-from pyro_nami.guide.first_latents import check_tables
+from pyro_nami.guide.first_latents import check_first, warn_of_modes
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.order import find_order
+from pyro_nami.guide.order import find_order, search_forms
 from pyro_nami.guide.plan import Plan, SamplingOrder
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
@@ -47,49 +47,77 @@ ENOUGH_ROWS = 5
 BOUND_RANGE = 1e-3, 1e3  # of the parameters of a bound at first
 
 
+class Assembled(NamedTuple):
+    """What a guide is made of.
+
+    Attributes:
+        plan: the plan.
+        network: the networks of all factors at their initial values.
+        tables: what was derived for the latents that come first; see `Derived`.
+    """
+
+    plan: Plan
+    network: InverseNetwork
+    tables: dict[Any, Any]
+
+
 def assemble(
     model: Callable,
     args: tuple,
     kwargs: Mapping[str, Any],
     options: Options,
     subsampled: Collection[str] = (),
-) -> tuple[Plan, InverseNetwork, poutine.Trace]:
-    """Returns a guide's plan, its networks, and a run at the initial values, from one call; see `first_call`."""
+) -> tuple[Assembled, poutine.Trace]:
+    """Returns what a guide is made of, and a run at the initial values, from one call; see `first_call`."""
     layers = random_layers(model, *args, *kwargs.values())
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         first = first_call(Program(model, args, kwargs), options, subsampled, layers)
-        plan, network = _found(first)
-        if plan.sampling.lost and (mapped := first.mapped()):
+        found = _found(first)
+        if found.plan.sampling.lost and (mapped := first.mapped()):
             further = _found(mapped)
-            if further[0].num_underived < plan.num_underived:  # else steps are faster without
-                plan, network = further
-        for name, reason in plan.sampling.doubts.items():
+            # else steps are faster without
+            if further.plan.num_underived < found.plan.num_underived:
+                found = further
+        warn_of_modes(
+            {
+                group: found.tables[group]
+                for group in found.plan.groups.values()
+                if group in found.tables
+            }
+        )
+        for name, reason in found.plan.sampling.doubts.items():
             warn(
                 f"The prior of '{name}' is improper, and there may be no posterior: {reason}. That is so where there "
                 "are too few data, or where a covariate tells outcomes apart without an error. It is learned as if "
                 f"there were one; give '{name}' a proper prior."
             )
-        return plan, network, first.prototype
+        return found, first.prototype
 
 
-def _found(first: FirstCall) -> tuple[Plan, InverseNetwork]:
-    """Returns a plan, whose grids are checked, and its networks."""
+def _found(first: FirstCall) -> Assembled:
+    """Returns a plan, whose first latents are checked, and its networks."""
     cut = dict[str, str]()  # latents whose priors turn out not to be flat, and why
+    flaws = dict[str, str]()  # forms that do not hold of the latents that come first, and why
+    search = search_forms(first, cut)
     while True:
-        plan, network = _planned(first, find_order(first, cut=cut))
-        flaw, found = check_tables(plan, *_first_pass(first, plan, network))
-        if not found:
-            break
-        cut.update(found)
-    return _planned(first, find_order(first, flaw, cut)) if flaw else (plan, network)
+        plan, network = _planned(first, find_order(first, search, flaws))
+        call, current = _first_pass(first, plan, network)
+        more, found = check_first(plan, call, current)
+        if not (more or found):
+            return Assembled(plan, network, call.derived.tables)
+        flaws.update(more)
+        if found:
+            cut.update(found)
+            search = search_forms(first, cut)
 
 
 def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> tuple[Call, Pass]:
     """Returns a call with the first call's data, and a pass of which nothing is known yet."""
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
-    values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
-    call = Call(first.program, values=values, held=held)
+    values = {name: held.get(name, first.nodes[name]["value"]) for name in plan.read}
+    # with constants, as a search for a mode begins where the run before it has ended
+    call = Call(first.program, values=values, held=held, derived=Derived({}, {}, {}))
     return call, start_pass(plan, NetworkState(network, call.maps), call)
 
 

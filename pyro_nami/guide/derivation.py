@@ -22,7 +22,7 @@ from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.newton import Newton
 from pyro_nami.deriving.refutation import expansion_of
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.first_latents import marginal
+from pyro_nami.guide.first_latents import first_conditionals
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.warm_starts import DataSets, Starts
@@ -37,8 +37,8 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     """Returns the conditionals of a group given the latents drawn so far; the model is run for them."""
     if group.has_mode and torch.jit.is_tracing():
         return _as_constants(plan, call, current, group)
-    if group.form == "marginal":
-        return marginal(plan, call, current, group)
+    if group.comes_first:
+        return first_conditionals(plan, call, current, group)
     kept = call.derived.constants
     values = {name: value for name, value in current.values.items() if name not in group.members}
     known = {
@@ -53,7 +53,9 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     expansion, sites = solved
     near: Any = expansion if type(expansion) is JointGaussian else current.derived.near.get(group)
     _check_decided(expansion if isinstance(expansion, JointGaussian) else near)
-    if near is not None and kept is not None and (near.has_moved or group.has_mode):
+    if getattr(near, "unfound", None) is not None:
+        pass  # where no mode was found, no other search is to begin
+    elif near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {
             name: at.detach() for name, at in near.references.items()
         }

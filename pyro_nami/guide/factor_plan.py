@@ -63,9 +63,7 @@ def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
     latents, groups, inverse = order.latents, order.groups, order.inverse
     learned = [name for name in latents if name not in groups]
     corrected = {
-        name
-        for name, group in groups.items()
-        if group.form == "Newton" or _is_corrected(first, group)
+        name for name, group in groups.items() if group.is_located or _is_corrected(first, group)
     }
     # latents whose Normals about a mode networks bend
     bent = {name for name in corrected if groups[name].form != "Bernoulli"}

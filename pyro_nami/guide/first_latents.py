@@ -1,21 +1,25 @@
-"""Latents that are sampled first, from their marginal posterior on a grid: their choice, density and check."""
+"""Latents that are sampled first, from their marginal posterior: their choice, density and check.
+
+One or two numbers have it on a grid (`marginal_quadrature`), more of them about its mode (`collapsed`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pyro
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from pyro_nami.deriving.collapsed import Collapsed, Coordinates
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
     MAX_ERROR,
     broadcast,
+    irregular,
     leading_shape,
     parameters_of,
     plate_shape,
@@ -24,123 +28,209 @@ from pyro_nami.deriving.grid_search import Box
 from pyro_nami.deriving.grids import MOST_ON_GRID
 from pyro_nami.deriving.marginal_quadrature import Marginal, points_of
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
+from pyro_nami.factors.types import type_of
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.first_call import FirstCall
+from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.one_pass import Pass, sum_plates
 from pyro_nami.guide.plan import Plan
-from pyro_nami.program.flat_priors import CUT, MOST_LOST
+from pyro_nami.messages import quoted, warn
+from pyro_nami.program.flat_priors import CUT, MOST_LOST, is_improper
 from pyro_nami.program.initial_values import PRIOR_DRAWS
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.many_draws import of_rank
+from pyro_nami.program.many_draws import FEWEST_DRAWS, of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.site_values import any_value
 
-__all__ = ["CHECKED_DRAWS", "check_tables", "first_ones", "marginal"]
+__all__ = ["CHECKED_DRAWS", "check_first", "first_conditionals", "first_ones", "warn_of_modes"]
 
 CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
 # nats more, where data are so large beside their noise that single precision tells no better
 MAX_ROUNDING = 0.3
+# numbers whose mode is searched for; the curvature of ten times as many takes 20 times a hundred runs at a point
+MOST_NUMBERS = 100
+# where others have modes: numbers, and elements of these times data; each point takes many runs then
+MOST_ITERATED = 12
+MOST_WORK = 1000
+# nats that a grid may be off by, where a search for a mode fails, as at a time of change: networks are off by dozens
+MOST_ROUGH = 1.0
+_OTHERS = (
+    "The posterior of {} has several modes, one of them {:.1f} nats below the highest, about which the guide draws. "
+    "Where the others count, give these latents priors, or an order, that tell modes apart."
+)
 
 
 def first_ones(
-    first: FirstCall, inverse: Inverse, order: Sequence[str], groups: Mapping[str, ConjugateGroup]
+    first: FirstCall,
+    inverse: Inverse,
+    order: Sequence[str],
+    groups: Mapping[str, ConjugateGroup],
+    flaws: Mapping[str, str],
 ) -> ConjugateGroup | None:
-    """Returns one or two latents to sample first from a grid, if all others are exact given them; else None."""
+    """Returns the latents to sample first, if the model gives the conditionals of all others given them; else None.
+
+    Args:
+        first: the first call.
+        inverse: what each latent may read.
+        order: latents in sampling order.
+        groups: latent -> the group that its conditional is derived with.
+        flaws: form -> why the latents cannot be found by it.
+    """
     rest = [name for name in order if name not in groups]
     options, nodes = first.options, first.nodes
     is_searched = (
         options.inverse == "auto"
         and options.blocks is None
-        and options.rules.keys().isdisjoint(rest)
+        and all(options.rules.get(name, "located") == "located" for name in rest)
         and not first.semi_observed
     )
-    if not is_searched or not groups or not 0 < len(rest) <= MOST_ON_GRID:
+    if not is_searched or not rest:
         return None
     if first.plates.partial or first.unread or first.found.hidden_randomness:
         return None
-    if not all(group.is_exact for group in groups.values()):
-        return None
-    if options.simulated and any(group.is_tabulated for group in groups.values()):
-        return None  # grids of grids take seconds for one data set
     if any(bool((torch.as_tensor(nodes[n]["scale"]) != 1).any()) for n in (*order, *first.data)):
         return None
     known = {*first.net.observed, *rest}
-    if all(known.issuperset(inverse.parents[name]) and _fits_grid(first, name) for name in rest):
-        return ConjugateGroup(tuple(rest), tuple(first.data), form="marginal")
-    return None
+    if not all(known.issuperset(inverse.parents[name]) and _is_free(first, name) for name in rest):
+        return None
+    fits = {
+        "marginal": _fits_grid(first, rest, groups.values()),
+        "collapsed": _fits_search(first, rest, groups.values()),
+        "rough grid": "marginal" in flaws and _fits_grid(first, rest, groups.values()),
+    }
+    form = next((form for form in fits if fits[form] and form not in flaws), None)
+    return ConjugateGroup(tuple(rest), tuple(first.data), form=form) if form else None
 
 
-def _fits_grid(first: FirstCall, name: str) -> bool:
-    """Whether a latent is one continuous number, whose bounds no latent moves, and whose family is not chosen."""
+def _is_free(first: FirstCall, name: str) -> bool:
+    """Whether a latent is continuous, with bounds that no latent moves, and with a family that is not chosen."""
     site = first.nodes[name]
     support = support_of(site["fn"])
     parents = set(first.net.graph.predecessors(name))
-    is_number = not first.frames[name] and math.prod(site["fn"].event_shape) == 1
     are_known = not has_tensor_bounds(support) or parents <= set(first.net.observed)
-    is_free = name not in (first.options.families or ()) and own_mask(site) is None
-    return is_number and not support.is_discrete and are_known and is_free
+    is_chosen = name in (first.options.families or ()) or type_of(site["fn"]).is_relaxed
+    return not support.is_discrete and are_known and not is_chosen and own_mask(site) is None
 
 
-def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Marginal:
-    """Returns the grid's conditionals for a call; a kept grid is used while data and arguments are the same."""
-    leaves = [*call.program.leaves(), *tree_leaves([call.values, call.held])]
+def _fits_grid(first: FirstCall, rest: Sequence[str], groups: Collection[ConjugateGroup]) -> bool:
+    """Whether a grid for the first latents is small, and all others are exact given them."""
+    if not groups or len(rest) > MOST_ON_GRID or not all(group.is_exact for group in groups):
+        return False
+    if first.options.simulated and any(group.is_tabulated for group in groups):
+        return False  # grids of grids take seconds for one data set
+    shapes = [first.nodes[name]["fn"].event_shape for name in rest]
+    return not any(first.frames[name] for name in rest) and all(map(_is_one, shapes))
+
+
+def _is_one(shape: Sequence[int]) -> bool:
+    return math.prod(shape) == 1
+
+
+def _fits_search(first: FirstCall, rest: Sequence[str], groups: Collection[ConjugateGroup]) -> bool:
+    """Whether a search for the mode of the first latents pays: of few numbers, made once, for the data of training.
+
+    Where others have modes, these are searched for at each point, so that there are to be few rows, too.
+    """
+    options = first.options
+    is_once = not options.simulated and options.mode in (None, Mode.FIXED)
+    is_once = is_once and not first.is_compiled
+    numbers = sum(math.prod(first.nodes[name]["fn"].shape()) for name in rest)
+    derived = not any(group.bound or group.in_turn for group in groups)
+    most = MOST_NUMBERS
+    if iterating := {group for group in groups if group.has_mode}:
+        rows = max(math.prod(first.nodes[name]["fn"].shape()) for name in first.data)
+        elements = sum(sum(group.elements) for group in iterating)
+        most = MOST_ITERATED if rows * elements <= MOST_WORK else 0
+    return is_once and derived and numbers <= most and options.anchor and options.exact
+
+
+def first_conditionals(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
+    """Returns the first latents' conditionals for a call; those kept are used while data and arguments are the same."""
     known, found, seen = call.derived.tables.get(group, (None, None, None))
     joint = _Joint(plan, call, current)
-    same = known is not None and known.are(leaves)
+    same = known is not None and known.are(_leaves(call))
     sites = joint.sites_if_same(seen) if same else None
     if sites is None:
+        remedy = f"A guide with rules={dict.fromkeys(group.members, 'learned')} takes them."
         try:
-            known, found = Arguments(leaves, kept=True), joint.table(group)
+            found = joint.found(group)
         except ValueError as error:
-            learned = dict.fromkeys(group.members, "learned")
-            raise ValueError(
-                f"At these data {error}. A guide with rules={learned} takes them."
-            ) from error
-        call.derived.tables[group] = known, found, joint.seen(found)
-    else:
-        current.derived.sites.update({name: sites[name] for name in group.members})
+            raise ValueError(f"At these data {error}. {remedy}") from error
+        flaw = found.flaw if isinstance(found, Collapsed) else ""
+        if flaw and current.state.network.tells(flaw):
+            warn(
+                f"At these data {flaw}: draws are rough there, as importance weights tell. {remedy}"
+            )
+        return found
+    current.derived.sites.update({name: sites[name] for name in group.members})
     return found
 
 
-def check_tables(plan: Plan, call: Call, current: Pass) -> tuple[str, dict[str, str]]:
-    """Checks draws of the first latents from a grid, and of all others given them.
+def _leaves(call: Call) -> list[Any]:
+    """Returns all that the first latents' conditionals are made from."""
+    known = {**call.held, **call.values}
+    return [*call.program.leaves(), *(known[name] for name in sorted(known))]
+
+
+def warn_of_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
+    """Warns of posteriors with several modes, by what was found for groups that come first."""
+    for group, (_, found, _) in tables.items():
+        if isinstance(found, Collapsed) and len(found.others) and not found.flaw:
+            warn(_OTHERS.format(quoted(group.members), float(found.others.min())))
+
+
+def check_first(plan: Plan, call: Call, current: Pass) -> tuple[dict[str, str], dict[str, str]]:
+    """Checks draws of the first latents, and of all others given them.
 
     Returns:
-        Why the first latents cannot be sampled from the grid, empty if they can: draws have to have the log density
-        that the grid says, up to a constant. And latent -> reason, for latents with flat priors whose bounds cut off
-        part of the posterior: `Refutation` knows no values of the first latents.
+        The form by which the first latents cannot be sampled -> why; empty if they can. Draws from a grid have to have
+        the log density that the grid says, up to a constant. And latent -> reason, for latents with flat priors whose
+        bounds cut off part of the posterior: `Refutation` knows no values of the first latents.
     """
-    group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
+    group = next((group for group in plan.groups.values() if group.comes_first), None)
     if group is None:
-        return "", {}
-    joint = _Joint(plan, call, current)
-    if points_of(group) > rows_in_memory(joint.rows()):
+        return {}, {}
+    flaw, cut = _checked(group, _Joint(plan, call, current))
+    return {group.form: flaw} if flaw else {}, cut
+
+
+def _checked(group: ConjugateGroup, joint: _Joint) -> tuple[str, dict[str, str]]:
+    """Returns why the first latents cannot be sampled by their form, "" if they can; and what bounds cut off."""
+    plan, call = joint.plan, joint.call
+    if group.form == "collapsed" and joint.leading.numel() > 1:
+        return "a search for its mode is made for one data set", {}
+    if group.is_tabulated and points_of(group) > rows_in_memory(joint.rows()):
         return "a grid for all rows of data is too large", {}
     try:
         joint.check_runs_for_many(group)
-        with _hidden():
-            values, given = joint.table(group).draw(CHECKED_DRAWS, joint.leading)
-            if any(each.flat for each in plan.groups.values()):
-                lost = joint.with_others(values)[0].derived.lost()
-                cut = {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
-                if cut:
-                    return "", cut
-            spread = float((joint.log_density(values) - given).std(0).max())
         with torch.enable_grad():
-            sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
+            sites = call.run(call.held)
             densities = [
                 log_density_of(sites[name]) for name in (*plan.order, *plan.read) if name in sites
             ]
         if next(parameters_of(*densities), None) is not None:
             return "the model has parameters, which are still to be learned", {}
+        with _hidden():
+            found = joint.found(group)
+            values, given = found.draw(CHECKED_DRAWS, joint.leading)
+            if any(each.flat for each in plan.groups.values()):
+                lost = joint.with_others(values)[0].derived.lost()
+                cut = {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
+                if cut:
+                    return "", cut
+            if isinstance(found, Collapsed):
+                return found.flaw, {}
+            spread = float((joint.log_density(values) - given).std(0).max())
+            sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
         rounding = _rounding(sites[name] for name in plan.read if name in sites)
-        is_exact = spread < MAX_ERROR + min(MAX_ROUNDING, rounding)
-        return "" if is_exact else f"by quadrature it would be off by {spread:.2g} nats", {}
+        most = MAX_ERROR + min(MAX_ROUNDING, rounding) if group.is_exact else MOST_ROUGH
+        return "" if spread < most else f"by quadrature it is off by {spread:.2g} nats", {}
     except Exception as error:  # noqa: BLE001  whatever a model does at values far out
-        return f"quadrature fails with {type(error).__name__}: {error}", {}
+        how = "quadrature" if group.is_tabulated else "a search for its mode"
+        return f"{how} fails with {type(error).__name__}: {error}", {}
 
 
 def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
@@ -185,40 +275,86 @@ class _Joint(NamedTuple):
         with _hidden():
             sites = self.call.run(self.call.held, until=group.members)
             few = {
-                name: any_value(sites[name]["fn"].expand((2, *self.leading)))
+                name: any_value(
+                    sites[name]["fn"].expand(
+                        torch.broadcast_shapes((2, *self.leading), sites[name]["fn"].batch_shape)
+                    )
+                )
                 for name in group.members
             }
             values = self.with_others(few)[0].values
             self.call.run({**self.call.held, **values}, note=of_rank(1 + len(self.leading)))
 
-    def table(self, group: ConjugateGroup) -> Marginal:
-        """Returns the conditionals of a group, from runs of the model at points of a grid."""
+    def found(self, group: ConjugateGroup) -> Any:
+        """Returns the conditionals of a group, which are kept for calls with the same data."""
+        known = Arguments(_leaves(self.call), kept=True)
+        found = self._conditionals(group)
+        self.call.derived.tables[group] = known, found, self.seen(found)
+        return found
+
+    def _conditionals(self, group: ConjugateGroup) -> Any:
+        """Returns the conditionals of a group, from runs of the model at many points."""
         with _hidden():
             sites = self.call.run(self.call.held, until=group.members)
             layouts = {
                 name: self.plan.families[name].at(sites[name]["fn"]).layout
                 for name in group.members
             }
+            draws = {name: self._draws(layouts[name], name, sites[name]["fn"]) for name in layouts}
+            like = self.plan.initial[group.members[0]]
+            if group.form == "collapsed":
+                is_proper = not any(is_improper(sites[name]["fn"]) for name in layouts)
+                return self._collapsed(group, layouts, like, draws, is_proper)
             middle, half = [], []
-            for name in group.members:  # the spread of the prior
-                draws = self._draws(layouts[name], name, sites[name]["fn"])
-                center = draws.median()
-                reach = (draws - center).abs().max().clamp(min=torch.finfo(draws.dtype).eps ** 0.5)
+            for each in draws.values():  # the spread of the prior
+                center = each.median()
+                reach = (each - center).abs().max().clamp(min=torch.finfo(each.dtype).eps ** 0.5)
                 middle.append(center.expand(self.leading))
                 half.append(reach.expand(self.leading))
-            like = self.plan.initial[group.members[0]]
             box = Box.upright(middle, half)
             return Marginal(group, layouts, like, box, self.log_density)
 
-    def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
-        """Returns draws from a prior in unconstrained space, or numbers about the initial value if it is improper."""
-        try:
-            return layout.elements(prior.sample((PRIOR_DRAWS,))).flatten().double()
-        except NotImplementedError:
-            start = layout.elements(self.plan.initial[name]).flatten().double()
-            return start + torch.linspace(
-                -1, 1, PRIOR_DRAWS, dtype=start.dtype, device=start.device
+    def _collapsed(
+        self,
+        group: ConjugateGroup,
+        layouts: Mapping[str, Any],
+        like: Tensor,
+        draws: Mapping[str, Tensor],
+        is_proper: bool,
+    ) -> Collapsed:
+        """Returns the conditionals of a group about the best mode that searches from draws of the prior lead to."""
+        nesting = self.plan.plates.nesting
+        batch = self.leading[: len(self.leading) - nesting]
+        plates = {}
+        for name, each in draws.items():
+            own = each.shape[1:-1]
+            plates[name] = torch.Size(
+                (1,) * (nesting - len(own)) + own[max(0, len(own) - nesting) :]
             )
+        coordinates = Coordinates(layouts, plates, like)
+        points = torch.cat([each.reshape(PRIOR_DRAWS, -1) for each in draws.values()], -1)
+        others = [group for group in self.plan.groups.values() if not group.comes_first]
+        points = points[points.isfinite().all(-1)]
+        if len(points) < FEWEST_DRAWS:
+            raise ValueError(f"draws of {quoted(group.members)} from their priors are not finite")
+        unit = points.std(0).clamp(min=torch.finfo(points.dtype).eps ** 0.5)
+        starts = points.reshape(len(points), *(1,) * len(batch), -1).expand(-1, *batch, -1)
+        options = {"is_proper": is_proper, "weighs": all(group.is_exact for group in others)}
+        return Collapsed(group, coordinates, starts, unit, self.log_density, **options)
+
+    def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
+        """Returns draws from a prior in unconstrained space, or numbers about the initial value if it is improper.
+
+        They are ``(draws, *plates, elements)``; the first is the initial value.
+        """
+        start = layout.elements(self.plan.initial[name]).double()
+        try:
+            draws = layout.elements(prior.sample((PRIOR_DRAWS,))).double()
+            draws[0] = start
+            return draws
+        except NotImplementedError:
+            shape = (PRIOR_DRAWS, *prior.batch_shape, start.shape[-1])
+            return start + 2 * irregular(torch.Size(shape), start, 0)
 
     def seen(self, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
         """Returns two draws of a table, and their log density, which changes with data besides the arguments."""
@@ -255,10 +391,14 @@ class _Joint(NamedTuple):
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
         for name in (name for name in self.plan.order if name not in passed):
             rule = inner.rules[name]
-            fn = rule.distribution(inner, torch.Size(), None)
+            fn, is_exact = rule.derived(inner)
             site = inner.derived.sites[name]  # of the run that it was derived by
             fn = fn.expand(broadcast(fn.batch_shape, plate_shape(site)))
-            value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
+            if not is_exact:
+                value = fn.mean  # a mode, where Laplace's approximation is taken
+            else:
+                value = fn.rsample() if fn.has_rsample else fn.sample()
+            inner.values[name] = value
             inner.note_bounds(name, fn)
             log_prob = rule.masked(fn.log_prob(value), site)
             terms.append(sum_plates(log_prob.double(), self.plan.plates.nesting))

@@ -88,9 +88,10 @@ class LazyGuide(AutoGuide):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         subsampled = self._subsampled(*args, **kwargs)
-        plan, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
-        self._plan, self.network = plan, network
-        self._reader = CallReader(plan, self._options)
+        found, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
+        self._plan, self.network = found.plan, found.network
+        self._reader = CallReader(found.plan, self._options)
+        self._reader.memory.derived.tables.update(found.tables)
         for name in [
             name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)
         ]:

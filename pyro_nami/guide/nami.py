@@ -81,9 +81,11 @@ class AutoNaMIGuide(DensityGuide):
             `pyro_nami.deriving.finder` derives it from the model. They have no weights and no first step. With
             ``inverse="auto"``, latents are ordered such that most of them have one. With ``anchor=True`` only.
         rules: latent -> ``"learned"`` for networks in place of its exact conditional; ``"exact"`` to be told if it has
-            none; ``"bounded"`` for its conditional by a bound on its children's likelihood (`pyro_nami.Bound`), whose
-            parameters networks give, the default for binary vectors under a `NoisyOr`; ``"bound"`` for that of the
-            tightest bound, without networks. Where the inverse is no mean field, networks correct a bounded one.
+            none; ``"located"`` for a mode that is searched for in each step, where more than a few weights of the
+            model's own would move it; ``"bounded"`` for its conditional by a bound on its children's likelihood
+            (`pyro_nami.Bound`), whose parameters networks give, the default for binary vectors under a `NoisyOr`;
+            ``"bound"`` for that of the tightest bound, without networks. Where the inverse is no mean field, networks
+            correct a bounded one.
         mode: what the guide answers for. ``"fixed"``: the one data set that it is trained on, subsampled plates
             included; later calls have that posterior, whatever their arguments. ``"minibatches"``: one data set of
             which each training step has another part among its arguments. ``"amortized"``: the data of each call.
@@ -248,9 +250,8 @@ class AutoNaMIGuide(DensityGuide):
             A sentence for each difference; none where the guide fits.
         """
         before, subsampled = self._made(), self._subsampled(*args, **kwargs)
-        return list(
-            differences(before, assemble(self.model, args, kwargs, self._options, subsampled)[0])
-        )
+        now, _ = assemble(self.model, args, kwargs, self._options, subsampled)
+        return list(differences(before, now.plan))
 
     def extra_repr(self) -> str:
         if self._plan is None:

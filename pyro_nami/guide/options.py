@@ -13,7 +13,7 @@ from pyro_nami.networks.pooling import ENCODERS
 
 __all__ = ["Options", "check_names"]
 
-RULES = ("exact", "learned", "bounded", "bound")
+RULES = ("exact", "located", "learned", "bounded", "bound")
 
 
 class Options(NamedTuple):

@@ -1,11 +1,14 @@
-"""`find_order`: the inverse that a guide samples by, and which latents have derived conditionals in it."""
+"""`find_order`: the inverse that a guide samples by, and which latents have derived conditionals in it.
+
+`search_forms` finds these; then `find_order` says which of the others come first.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.finder import COMPILED, Finder
@@ -20,26 +23,40 @@ from pyro_nami.guide.plan import SamplingOrder
 from pyro_nami.messages import quoted
 from pyro_nami.program.flat_priors import improper_posterior, is_improper
 
-__all__ = ["find_order", "invert"]
+__all__ = ["Search", "find_order", "invert", "search_forms"]
+
+
+class Search(NamedTuple):
+    """What a search for derived conditionals has found, before it is known which latents come first.
+
+    Attributes:
+        finder: that has found them; None if the options exclude it.
+        inverse, latents, interleaved, groups: as of `SamplingOrder`.
+    """
+
+    finder: Finder | None
+    inverse: Inverse
+    latents: tuple[str, ...]
+    interleaved: bool
+    groups: Mapping[str, ConjugateGroup]
 
 
 def find_order(
-    first: FirstCall, flaw: str = "", cut: Mapping[str, str] | None = None
+    first: FirstCall, search: Search, flaws: Mapping[str, str] | None = None
 ) -> SamplingOrder:
     """Returns the sampling order that the first call and the options give.
 
     Args:
         first: the first call.
-        flaw: why the latents that come first are not to be found by quadrature; empty if they are.
-        cut: latents whose priors are not to be taken as flat -> why.
+        search: what was found of it.
+        flaws: form -> why the latents that come first are not to be found by it.
 
     Raises:
         ValueError: for a latent that ``rules`` asks an exact conditional of and that has none, or whose improper prior
             has no posterior.
     """
-    check_names("rules", first.options.rules, first.net.latent, "a latent site")
-    finder = _finder(first, cut or {})
-    inverse, order, interleaved, groups = _searched(first, finder)
+    finder, inverse, order, interleaved, _ = search
+    groups = dict(search.groups)
     refused = dict(finder.tests.refused) if finder else {}
     lost = set(finder.tests.lost) if finder else set()
     compiled = [name for name in refused if refused[name] == COMPILED and name not in groups]
@@ -48,13 +65,14 @@ def find_order(
             "Learned, as the objective is compiled, where plain objectives derive modes: %s.",
             quoted(sorted(compiled)),
         )
-    marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
-    if marginal and flaw:
-        told = refused.keys() & set(marginal.members)
-        refused.update({name: f"{refused[name]}, and {flaw}" for name in told})
-        lost.update(marginal.members)
-    elif marginal:
-        groups.update(dict.fromkeys(marginal.members, marginal))
+    if finder and interleaved:
+        found = first_ones(first, inverse, order, groups, flaws or {})
+        rest = found.members if found else [name for name in order if name not in groups]
+        groups.update(dict.fromkeys(found.members, found) if found else {})
+        for flaw in (flaws or {}).values():
+            told = refused.keys() & set(rest)
+            refused.update({name: f"{refused[name]}, and {flaw}" for name in told})
+            lost.update(rest)
     _check_rules(first, groups, refused if finder else None)
     improper = [
         name
@@ -65,17 +83,22 @@ def find_order(
         if name not in order or refused.get(name) == OPEN:
             raise ValueError(improper_posterior(name))
     doubts = dict.fromkeys(finder.tests.open if finder else (), "no mode of it was found")
-    if flaw and marginal:
-        doubts.update(dict.fromkeys(marginal.members, flaw))
+    for flaw in (flaws or {}).values():
+        doubts.update(dict.fromkeys(order, flaw))
     doubts = {name: doubts[name] for name in improper if name in doubts and name not in groups}
-    return SamplingOrder(inverse, tuple(order), interleaved, groups, refused, lost, doubts)
+    return SamplingOrder(inverse, order, interleaved, groups, refused, lost, doubts)
 
 
-def _searched(
-    first: FirstCall, finder: Finder | None
-) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup]]:
-    """Returns the inverse with most derived conditionals, and the next three fields of `SamplingOrder`."""
+def search_forms(first: FirstCall, cut: Mapping[str, str]) -> Search:
+    """Returns the inverse with most derived conditionals, and these.
+
+    Args:
+        first: the first call.
+        cut: latents whose priors are not to be taken as flat -> why.
+    """
     options = first.options
+    check_names("rules", options.rules, first.net.latent, "a latent site")
+    finder = _finder(first, cut)
     is_free = options.inverse == "auto" and options.blocks is None
     block = finder.block() if finder and is_free else []
     candidates: list[Sequence[Sequence[str]]] = [block]
@@ -90,12 +113,12 @@ def _searched(
         if interleaved:
             break
     if not interleaved:
-        return inverse, order, False, {}
+        return Search(finder, inverse, tuple(order), False, {})
     exact = tuple(name for name in inverse.order if block and name in groups)
     inverse = dataclasses.replace(inverse, exact=exact)
     before = order if is_last else ()
     groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()}
-    return inverse, order, True, groups
+    return Search(finder, inverse, tuple(order), True, groups)
 
 
 def invert(
@@ -179,6 +202,7 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
         excluded=_excluded(first),
         is_compiled=first.is_compiled,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
+        located=frozenset(name for name, rule in options.rules.items() if rule == "located"),
         bent=dict(cut),
     )
 

@@ -196,7 +196,8 @@ class Plan:
         rule = self.rules[name]
         kind = rule.kind
         if rule.group is not None:
-            kind = rule.group.bound or ("quadrature" if rule.group.is_tabulated else kind)
+            by_form = "quadrature" if rule.group.is_tabulated else kind
+            kind = rule.group.bound or ("collapsed" if rule.group.form == "collapsed" else by_form)
         reads = (
             tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()
         )
@@ -272,7 +273,10 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
         yield f"Site '{v}' reads '{u}' now, which the guide takes no account of."
     for u, v in sorted(edges[0] - edges[1]):
         yield f"Site '{v}' does not read '{u}' any more."
-    for name in sorted(shared & before.groups.keys() - now.groups.keys()):
+    was, is_exact = (
+        {name for name, group in each.groups.items() if group.is_exact} for each in (before, now)
+    )
+    for name in sorted(shared & was - is_exact):
         yield f"The conditional of '{name}' does not have the form any more that the guide takes it for."
     sizes, others = before.plates.sizes, now.plates.sizes
     for plate in sorted(before.blocks.keys() & others.keys()):

@@ -73,6 +73,10 @@ class Rule:
         """
         raise NotImplementedError
 
+    def derived(self, current: Pass) -> tuple[TorchDistribution, bool]:
+        """Returns the distribution as the model gives it, without corrections, and whether it is exact."""
+        return self.distribution(current, torch.Size(), None), True
+
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
         """Returns the log density ``(*batch, *plates)`` in nats where all values are known, or adds it to the pass.
 
@@ -247,7 +251,10 @@ class Learned(Rule):
 
 @dataclass(frozen=True)
 class Located(Learned):
-    """q(v | latents sampled earlier) = Normal about the mode, corrected by networks (`pyro_nami.deriving.newton`)."""
+    """q(v | latents sampled earlier) = Normal about the mode, corrected by networks.
+
+    See `pyro_nami.deriving.newton`; `pyro_nami.deriving.collapsed` gives Normals of elements in unconstrained space.
+    """
 
     kind = "newton"
 
@@ -265,14 +272,20 @@ class Located(Learned):
     def note(self, current: Pass, elements: Tensor) -> None:
         pass
 
+    def derived(self, current: Pass) -> tuple[TorchDistribution, bool]:
+        return self._near(current), False
+
     def _near(self, current: Pass, dims: int | None = None) -> JointNormal:
         assert self.group is not None
         return joint_normal(current.derive(self.group).conditional(self.name, current.values, dims))
 
-    def _bent(self, near: JointNormal, state: Any, dims: int | None = None) -> JointNormal:
-        params = state.params(self.name)
-        params = squeezed(params, dims, 2)
-        return near.with_elements(self.family.elements(near.vectors(params)))
+    def _bent(self, near: JointNormal, state: Any, dims: int | None = None) -> TorchDistribution:
+        assert self.group is not None
+        params = squeezed(state.params(self.name), dims, 2)
+        if not self.group.comes_first:
+            return near.with_elements(self.family.elements(near.vectors(params)))
+        bent = near.with_elements(self.family.elements(near.vectors(params.unsqueeze(-2))))
+        return SiteDistribution(bent, self.family.layout)
 
 
 @dataclass(frozen=True)
@@ -334,7 +347,8 @@ class RuleNote(NamedTuple):
     """How a latent is drawn, for a user to read.
 
     Attributes:
-        rule: ``"exact"``, ``"quadrature"``, ``"newton"``, ``"bounded"``, ``"bound"``, ``"learned"`` or ``"prior"``.
+        rule: ``"exact"``, ``"quadrature"``, ``"collapsed"``, ``"newton"``, ``"bounded"``, ``"bound"``, ``"learned"`` or
+            ``"prior"``.
         reads: the sites that its distribution depends on.
         reason: why it is not drawn from an exact conditional.
     """

@@ -402,3 +402,24 @@ def test_a_data_set_that_fits_no_grid_leaves_the_others_theirs():
             float(guide.log_prob(one, y[i], about[i])), abs=1e-2
         )
     assert found.isfinite().all()
+
+
+def test_a_time_of_change_is_found_on_a_grid_that_is_off():
+    """Its density has steps, about which no search for a mode is made; networks find none of its modes."""
+    time = torch.arange(60.0)
+    y = torch.where(time < 23, 2.0, 5.0) + torch.randn(60)
+
+    def model(y):
+        change = pyro.sample("change", dist.Uniform(torch.tensor(0.0), 60.0))
+        before, after = (pyro.sample(name, dist.Normal(0.0, 10.0)) for name in ("before", "after"))
+        with pyro.plate("rows", 60):
+            mean = torch.where(time < change, before, after)
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    guide = AutoNaMIGuide(model)
+    guide(y)
+    note = guide.rules["change"]
+    assert note.rule in ("quadrature", "collapsed") and note.reason
+    with torch.no_grad(), pyro.plate("draws", 1000, dim=-2):
+        change = guide(y)["change"]
+    assert abs(change.mean() - 22.5) < 1.5 and change.std() < 3

@@ -261,7 +261,7 @@ def test_a_look_at_other_data_is_no_training_on_them():
 
 @pytest.mark.parametrize("make", [AutoNaMIGuide, amortized])
 def test_the_first_draws_are_auto_normals_in_both_modes(make):
-    guide = make(local)
+    guide = make(local, rules={"z": "learned"})
     guide(COUNTS)
     location, log_scale = locations_and_scales(guide, COUNTS)["z"]
     assert location.abs().max() < 0.05  # the most that a first location is off the origin
@@ -388,7 +388,8 @@ def test_training_goes_on_with_other_data_as_auto_normals_does(rate, rows):
         steps(model, guide, x, group, y, count=40, lr=rate)
         losses[kind] = steps(model, guide, x[:rows], group[:rows], y[:rows] + 3, count=100, lr=rate)
     assert guide.mode == "fixed"
-    assert losses[AutoNaMIGuide].max() < 2 * losses[AutoNormal].max()
+    # after two steps, by which it is known that these data stay
+    assert losses[AutoNaMIGuide][2:].max() < 2 * losses[AutoNormal].max()
     assert losses[AutoNaMIGuide][-60:].mean() < losses[AutoNormal][-60:].mean() + 1
 
 

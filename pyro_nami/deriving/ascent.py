@@ -1,0 +1,218 @@
+"""Maxima of log densities, from several starts at once, by quasi-Newton steps; and the curvature there.
+
+A point is a row of numbers. All starts take their steps in the same runs of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Ascent", "ascend", "curvature_at", "measured", "polish", "root_of", "times"]
+
+Slopes = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+MOST_STEPS = 150  # evaluations of a search
+NEAR = 1e-2  # nats that a further step would gain, from where Newton steps take fewer runs
+ENOUGH = (
+    1e-5  # nats that a further step would gain at a mode, which is off by 0.005 deviations then
+)
+PATIENCE = 2  # how many times as many evaluations as the first search that ends others may take
+ARMIJO = 1e-4  # share of the expected gain that a step has to have (Nocedal and Wright 2006, 3.1)
+LONGEST = 3.0  # units of a first step
+SHORTEST = 1e-10  # share of a step, below which the search gives up
+ROUNDING = 32.0  # rounding errors of a log density
+ASIDE = 0.3  # deviations to both sides, between which slopes are compared; at a tenth of it rounding shows
+DROP = 0.5  # nats that a log density falls by at a deviation from its mode
+DECADES = 2  # by which a way's length may be off, to both sides
+MOST_POLISHED = 8  # Newton steps
+
+
+class Ascent(NamedTuple):
+    """Where a search has led.
+
+    Attributes:
+        place: the points, ``(*lead, numbers)``.
+        height: the log density there in nats, ``(*lead)``; -inf where no step could be taken.
+        slope: its derivatives, ``(*lead, numbers)``.
+        inverse: an estimate of the negative inverse Hessian, ``(*lead, numbers, numbers)``.
+    """
+
+    place: Tensor
+    height: Tensor
+    slope: Tensor
+    inverse: Tensor
+
+    @property
+    def gain(self) -> Tensor:
+        """The nats that a Newton step would gain, ``(*lead)``."""
+        return _dot(self.slope, times(self.inverse, self.slope)) / 2
+
+    def at(self, index: int) -> Ascent:
+        """Returns one of several searches along the first dim."""
+        return Ascent(*(each[index] for each in self))
+
+
+def ascend(slopes: Slopes, start: Tensor, unit: Tensor, eps: float) -> Ascent:
+    """Returns where quasi-Newton steps (BFGS) lead that rise from some starts.
+
+    Args:
+        slopes: from points ``(*lead, numbers)`` to log densities ``(*lead)`` in nats and their derivatives.
+        start: ``(*lead, numbers)``.
+        unit: the order of a number's first step, ``(numbers,)``.
+        eps: the rounding error of the model's numbers.
+
+    References:
+        Nocedal and Wright 2006, Numerical Optimization, chapter 6.
+
+    Example:
+        >>> slopes = lambda x: (-(x - 3).square().sum(-1) / 2, 3 - x)
+        >>> ascend(slopes, torch.zeros(2, 2), torch.ones(2), 1e-7).place
+        tensor([[3., 3.],
+                [3., 3.]])
+    """
+    place = start
+    height, slope = slopes(place)
+    inverse = unit.square().diag_embed().expand(*place.shape, -1).clone()
+    way = times(inverse, slope)
+    length = (LONGEST / (way / unit).norm(dim=-1)).clamp(max=1.0)
+    is_first = torch.ones_like(height, dtype=torch.bool)
+    most, i = MOST_STEPS, 0
+    while i < most:
+        rise, i = _dot(slope, way), i + 1
+        going = height.isfinite() & (rise / 2 > NEAR) & (length > SHORTEST)
+        if not bool(going.any()):
+            break
+        if most == MOST_STEPS and bool((~going & height.isfinite()).any(0).all()):
+            most = min(most, PATIENCE * i)
+        length = length.where(going, 0.0)
+        step = length[..., None] * way
+        now, below = slopes(place + step)
+        rounding = ROUNDING * eps * height.abs().nan_to_num()
+        is_higher = going & (now >= height + ARMIJO * length * rise - rounding)
+        # the maximum of the parabola through both heights with the slope at the first
+        cut = length * rise / (2 * (height + length * rise - now).clamp(min=1e-300))
+        shorter = length * cut.nan_to_num(0.1).clamp(0.1, 0.5)
+        inverse = torch.where(
+            is_higher[..., None, None],
+            _updated(inverse, step, slope - below, is_first),
+            inverse,
+        )
+        place = torch.where(is_higher[..., None], place + step, place)
+        height, is_first = now.where(is_higher, height), is_first & ~is_higher
+        slope = torch.where(is_higher[..., None], below, slope)
+        way = times(inverse, slope)
+        length = torch.where(is_higher, 1.0, shorter)
+    return Ascent(place, height, slope, inverse)
+
+
+def _updated(inverse: Tensor, step: Tensor, bend: Tensor, is_first: Tensor) -> Tensor:
+    """Returns the inverse Hessian after a step, from the change of the slope; as it was where that is not concave."""
+    product = _dot(step, bend)
+    curved = product > 1e-10 * step.norm(dim=-1) * bend.norm(dim=-1)
+    inner = _dot(bend, times(inverse, bend))
+    # the first one has the units of the start, not of the density
+    scale = torch.where(is_first & curved, product / inner, 1.0)[..., None, None]
+    inverse, inner = inverse * scale, inner * scale[..., 0, 0]
+    weight = 1 / product.where(curved, 1.0)
+    across = times(inverse, bend)
+    outer = step[..., :, None] * across[..., None, :]
+    own = step[..., :, None] * step[..., None, :]
+    both = ((1 + inner * weight) * weight)[..., None, None] * own
+    changed = inverse + both - weight[..., None, None] * (outer + outer.mT)
+    return torch.where(curved[..., None, None], changed, inverse)
+
+
+def curvature_at(slopes: Slopes, place: Tensor, root: Tensor) -> Tensor:
+    """Returns the negative Hessian by differences of slopes, in units of a root's columns.
+
+    Args:
+        slopes: as for `ascend`.
+        place: one point for each data set, ``(*batch, numbers)``.
+        root: ``(*batch, numbers, numbers)``; its columns are the ways to go.
+    """
+    ways = ASIDE * root.mT.movedim(-2, 0)
+    points = torch.cat([place + ways, place - ways])
+    _, found = slopes(points)
+    ahead, behind = found.chunk(2)
+    change = (behind - ahead).movedim(0, -2) / (2 * ASIDE)
+    curvature = change @ root
+    return (curvature + curvature.mT) / 2
+
+
+def measured(heights: Callable[[Tensor], Tensor], found: Ascent) -> Ascent:
+    """Returns a search's result with ways of the length of a deviation, told by how far the log density falls there.
+
+    Args:
+        heights: from points ``(points, *batch, numbers)`` to log densities in nats.
+        found: of one search for each data set.
+    """
+    root = root_of(found.inverse)
+    lengths = torch.logspace(-DECADES, DECADES, 4 * DECADES + 1).to(root)
+    ways = root.mT.movedim(-2, 0)
+    steps = (lengths.reshape(-1, *(1,) * ways.dim()) * ways).flatten(0, 1)
+    table = heights(torch.cat([found.place + steps, found.place - steps]))
+    drop = (found.height - table).unflatten(0, (2, len(lengths), -1)).mean(0)
+    off = (drop / DROP).log().abs().nan_to_num(torch.inf)
+    best = off.argmin(0)  # (ways, *batch)
+    at = drop.gather(0, best[None])[0]
+    length = lengths[best] * (DROP / at).sqrt().nan_to_num(1.0).clamp(1 / 3, 3)
+    root = root * length.movedim(0, -1)[..., None, :]
+    return found._replace(inverse=root @ root.mT)
+
+
+def polish(slopes: Slopes, found: Ascent) -> tuple[Ascent, Tensor]:
+    """Returns a mode after Newton steps, and the eigenvalues of the curvature in units of the last estimate.
+
+    Args:
+        slopes: as for `ascend`.
+        found: of one search for each data set.
+    """
+    values = torch.ones_like(found.place)
+    for _ in range(MOST_POLISHED):
+        root = root_of(found.inverse)
+        curvature = curvature_at(slopes, found.place, root)
+        if not bool(curvature.isfinite().all()):
+            return found, torch.zeros_like(values)
+        values, vectors = torch.linalg.eigh(curvature)
+        size = values.abs().clamp(min=1e-6)
+        spread = root @ vectors / size.sqrt()[..., None, :]
+        found = found._replace(inverse=spread @ spread.mT)
+        if bool((found.gain < ENOUGH).all()):
+            break
+        step, is_higher = times(found.inverse, found.slope), torch.zeros_like(found.height) > 0
+        for share in (1.0, 0.3, 0.03):
+            trial = found.place + share * step
+            height, slope = (each[0] for each in slopes(trial[None]))
+            taken = ~is_higher & (height > found.height)
+            is_higher |= taken
+            found = found._replace(
+                place=torch.where(taken[..., None], trial, found.place),
+                height=torch.where(taken, height, found.height),
+                slope=torch.where(taken[..., None], slope, found.slope),
+            )
+            if bool(is_higher.all()):
+                break
+        if not bool(is_higher.any()):
+            break
+    return found, values
+
+
+def times(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Returns the products of matrices and vectors, ``(*batch, n)``."""
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1)
+
+
+def root_of(inverse: Tensor) -> Tensor:
+    """Returns a lower triangular root of a matrix that rounding may have made indefinite."""
+    inverse = inverse.nan_to_num()
+    root, failed = torch.linalg.cholesky_ex(inverse)
+    diagonal = inverse.diagonal(dim1=-2, dim2=-1).clamp(min=1e-300).sqrt().diag_embed()
+    return torch.where((failed > 0)[..., None, None], diagonal, root)

@@ -1,0 +1,397 @@
+"""The marginal posterior of latents that are sampled first, about its mode, with all other latents integrated out.
+
+As for `marginal_quadrature`, the log density of the first latents v is log p(v, z, data) - log q(z | v, data), at any z
+where q is exact. Where q is a Normal about a mode, z is that mode, which is Laplace's approximation.
+
+In unconstrained space v = center + root e. Each element of e has the density of a line through the center; center and
+root are such that mean and covariance are those of weighted points.
+
+References:
+    Rue, Martino and Chopin 2009, Approximate Bayesian inference for latent Gaussian models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_nami.deriving.ascent import Ascent, ascend, measured, polish, root_of, times
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import trimmed
+from pyro_nami.deriving.grids import FLOOR, HALF, SIZE, LineDensity, grid_like, slope_of
+from pyro_nami.factors.joint_normal import JointNormal
+from pyro_nami.factors.knots import KnotTransform
+
+__all__ = ["Collapsed", "Coordinates"]
+
+MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, few points have most of the weight
+STARTS = 4  # of searches for a mode
+AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
+POINTS = 1024  # with weights, in a round; a fourth of them leaves 7% errors of deviations
+ROUNDS = 4
+ENOUGH = 0.9  # share of the points that are effective, from which a further round changes nothing
+LEAST = 0.05  # share below which points about a mode are no picture of the density
+TEMPERED = 0.2  # share that weights are raised to a power for, in a round
+MOST_TEMPERED = 20  # times that the power falls, to a thousandth
+LEAST_GAIN = 0.1  # nats that a step would still gain, where no mode was found
+UNFOUND = 1e6  # nats by which a search that has not found a mode ranks below one that has
+DEPTH = 5.0  # nats below the highest mode, from where the mass about others is small
+BETWEEN = 1.0  # nats by which the density falls between two modes, at least
+TAIL = 1.0, 2.0, 4.0, 8.0  # deviations, between which a density falls if it has an end
+FALL = 0.5  # nats by which it does at least: a Cauchy variable's falls by 1.4 between the last
+JUMP = 8.0  # nats per deviation by which a slope changes within a step of a grid, at the edge of a support
+FLAT = 1e-4  # curvature, in units of the estimate that a search leaves, below which a density does not fall
+
+
+class Coordinates(NamedTuple):
+    """The unconstrained coordinates of latents as one vector.
+
+    Attributes:
+        layouts: latent -> its map between values and unconstrained space.
+        plates: latent -> the sizes of the model's plate dims at its site.
+        like: a tensor of the latents' dtype and device.
+    """
+
+    layouts: Mapping[str, Any]
+    plates: Mapping[str, torch.Size]
+    like: Tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many numbers each latent has."""
+        return [
+            self.plates[name].numel() * layout.num_elements for name, layout in self.layouts.items()
+        ]
+
+    def values(self, points: Tensor) -> dict[str, Tensor]:
+        """Returns the latents' values ``(*lead, *plates, *event)`` at points ``(*lead, numbers)``."""
+        parts = zip(self.layouts.items(), points.split(self.sizes, -1))
+        return {
+            name: layout.value(self._shown(name, part)).to(self.like)
+            for (name, layout), part in parts
+        }
+
+    def points(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the points ``(*lead, numbers)`` of values."""
+        return torch.cat([self.numbers(name, values[name]) for name in self.layouts], -1)
+
+    def numbers(self, name: str, value: Tensor) -> Tensor:
+        """Returns a latent's numbers ``(*lead, numbers)``."""
+        layout, plates = self.layouts[name], self.plates[name]
+        value = value.expand(torch.broadcast_shapes(value.shape, plates + layout.event_shape))
+        return layout.elements(value).flatten(-1 - len(plates)).double()
+
+    def log_abs_det(self, points: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the log determinant of d value / d point, ``(*lead)``."""
+        total = points.new_zeros(points.shape[:-1])
+        for (name, layout), part in zip(self.layouts.items(), points.split(self.sizes, -1)):
+            own = layout.log_abs_det(self._shown(name, part), values[name].double())
+            if own is not None:
+                own = own.expand(points.shape[:-1] + self.plates[name])
+                total = total + own.reshape(*points.shape[:-1], -1).sum(-1)
+        return total
+
+    def _shown(self, name: str, part: Tensor) -> Tensor:
+        return part.reshape(
+            part.shape[:-1] + self.plates[name] + (self.layouts[name].num_elements,)
+        )
+
+
+class Collapsed:
+    """The conditionals of latents that are sampled first, of whatever plates.
+
+    Args:
+        group: the members.
+        coordinates: of the members.
+        starts: points, of which searches begin at those with the highest density, ``(starts, *batch, numbers)``.
+        unit: the order of the prior's spread, ``(numbers,)``.
+        log_density: function from values of the members, ``(points, *batch, *plates, *event)`` each, to the log density
+            of values and data in nats, ``(points, *batch)``, differentiable in the values.
+        is_proper: whether all priors are, so that there is a posterior.
+        weighs: whether weighted points are to tell mean and covariance; lines through the mode do otherwise.
+
+    Attributes:
+        finite: nothing, as `Expansion.finite` of what is always a number.
+        effective: the share of weighted points that are effective; 1 where none were weighted.
+        others: by how many nats further modes are lower that searches have found, ``(modes,)``.
+        flaw: why the density about the mode is no picture of the posterior; empty if it is one.
+
+    Raises:
+        ValueError: if the log density is finite nowhere.
+    """
+
+    def __init__(
+        self,
+        group: ConjugateGroup,
+        coordinates: Coordinates,
+        starts: Tensor,
+        unit: Tensor,
+        log_density: Callable[[Mapping[str, Tensor]], Tensor],
+        is_proper: bool = True,
+        weighs: bool = True,
+    ) -> None:
+        self.group = group
+        self.finite: dict[str, Tensor] = {}
+        self.effective = 1.0
+        self.flaw = ""
+        self.others = torch.empty(0)
+        self._coordinates = coordinates
+        self._log_density = log_density
+        mode = self._mode(starts, unit)
+        self._center, self._root = mode.place, root_of(mode.inverse)
+        self._knots = self._lines()
+        if not is_proper:
+            self._check_tails()
+        if weighs and 1 < self._center.shape[-1] <= MOST_WEIGHED:
+            self._weigh()
+        self._lower = torch.linalg.inv(self._root).tril()
+
+    # ---- the density
+
+    def _log_prob(self, points: Tensor) -> Tensor:
+        """Returns the log density at points in unconstrained space, ``(*lead)``."""
+        values = self._coordinates.values(points)
+        total = self._log_density(values).reshape(points.shape[:-1])
+        total = total + self._coordinates.log_abs_det(points, values)
+        return total.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
+
+    def _heights(self, points: Tensor) -> Tensor:
+        """Returns the log density at points ``(points, *batch, numbers)``."""
+
+        def run(points: Tensor) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return (self._log_prob(points),)
+
+        return torch.cat([_where_possible(run, part)[0] for part in points.split(AT_ONCE)])
+
+    def _slopes(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the log density at points, and its derivatives; both for `ascend`."""
+        return _where_possible(self._risen, points)
+
+    def _risen(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            points = points.detach().requires_grad_()
+            height = self._log_prob(points)
+            (slope,) = torch.autograd.grad(height.sum(), points)
+        finite = slope.isfinite().all(-1)
+        height = height.detach().where(finite, -torch.inf)
+        return height, slope.where(finite[..., None], 0.0)
+
+    # ---- the mode
+
+    def _mode(self, starts: Tensor, unit: Tensor) -> Ascent:
+        """Returns the highest mode, and the inverse curvature there."""
+        best = self._heights(starts).topk(min(STARTS, len(starts)), 0).indices
+        starts = starts.gather(0, best[..., None].expand(*best.shape, starts.shape[-1]))
+        found = ascend(self._slopes, starts, unit, torch.finfo(self._coordinates.like.dtype).eps)
+        names = ", ".join(map(repr, self.group.members))
+        if not bool(found.height.isfinite().any(0).all()):
+            raise ValueError(
+                f"the log density of {names} is not finite at any of {len(starts)} starts"
+            )
+        best = found.height.where(found.gain < LEAST_GAIN, found.height - UNFOUND).argmax(0)
+        near = Ascent(*(_taken(each, best) for each in found))
+        self.others = self._separate(found, near)
+        mode, values = polish(self._slopes, measured(self._heights, near))
+        if bool((values <= FLAT).any()):
+            way = self._name_of(mode.inverse.diagonal(dim1=-2, dim2=-1).sqrt() / unit)
+            self.flaw = f"the log density of {names} does not fall to all sides of where it is highest, along {way}"
+        elif bool((mode.gain > LEAST_GAIN).any()):
+            self.flaw = f"no mode of the log density of {names} was found"
+        return mode
+
+    def _separate(self, found: Ascent, near: Ascent) -> Tensor:
+        """Returns by how many nats other modes are lower than the highest one, at least, where they may count.
+
+        Between two modes the log density falls.
+        """
+        lower = near.height - found.height
+        few = (found.gain < LEAST_GAIN) & (lower < DEPTH)
+        between = self._heights((found.place + near.place) / 2)
+        return lower[few & (between < found.height - BETWEEN)]
+
+    def _name_of(self, share: Tensor) -> str:
+        """Returns the member with the largest of some numbers."""
+        return self._member(int(share.reshape(-1, share.shape[-1]).amax(0).argmax()))
+
+    def _member(self, index: int) -> str:
+        """Returns the member that a number is of."""
+        sizes = torch.tensor(self._coordinates.sizes).cumsum(0)
+        return repr(self.group.members[int((sizes <= index).sum())])
+
+    # ---- beside the mode
+
+    def _lines(self) -> Tensor:
+        """Returns the knots of maps from standard Normal variables to the densities along lines through the center.
+
+        Center and root move to the means and deviations along these, so that the maps leave mean 0 and variance 1. They
+        are ``(*batch, numbers, 3, points)``.
+        """
+        numbers = self._center.shape[-1]
+        grid = grid_like(SIZE, self._center[..., 0])
+        ways = self._root.mT.movedim(-2, 0)
+        steps = grid.reshape(-1, *(1,) * ways.dim())
+        table = self._heights((self._center + steps * ways).flatten(0, 1))
+        table = table.unflatten(0, (SIZE, numbers)).movedim(1, -1)
+        table = torch.maximum(table, table.amax(0) - FLOOR)  # as slopes are of finite numbers
+        at, slopes = LineDensity(table, _slope_beside_jumps(table)).quantiles()
+        place = grid.reshape(-1, *(1,) * (at.dim() - 1)).expand_as(at)
+        bend = KnotTransform(torch.stack([at, place, slopes], -1).movedim(0, -1))
+        # moments by the trapezoidal rule
+        normal = torch.linspace(-HALF, HALF, 8 * SIZE, dtype=at.dtype, device=at.device)
+        weight = (-normal.square() / 2).exp()
+        normal = normal.reshape(-1, *(1,) * (at.dim() - 1))
+        moved = bend.bend(normal.expand(-1, *at.shape[1:]))[0]
+        weight = (weight / weight.sum()).reshape(normal.shape)
+        mean = (weight * moved).sum(0)
+        deviation = (weight * (moved - mean).square()).sum(0).sqrt()
+        self._center = self._center + times(self._root, mean)
+        self._root = self._root * deviation[..., None, :]
+        knots = [at, (place - mean) / deviation, slopes / deviation]
+        return torch.stack(knots, -1).movedim(0, -1)
+
+    def _check_tails(self) -> None:
+        """Notes a member along which the density does not fall far out, as that of an improper posterior."""
+        # (sides, ways, *batch, numbers)
+        ways = torch.stack([self._root.mT, -self._root.mT]).movedim(-2, 1)
+        tables = [
+            self._heights((self._center + far * ways).flatten(0, 1)).unflatten(0, (2, -1))
+            for far in TAIL
+        ]
+        # Where values overflow, what is known ends before.
+        end = torch.zeros_like(tables[0], dtype=torch.bool)
+        for near, far in zip(tables, tables[1:]):
+            end = torch.where(far.isfinite(), near - far < FALL, end)
+        ways_of_it = end.any(0).flatten(1).any(-1) if end.dim() > 2 else end.any(0)
+        if bool(ways_of_it.any()) and not self.flaw:
+            names = ", ".join(map(repr, self.group.members))
+            member = self._member(int(ways_of_it.nonzero()[0]))
+            self.flaw = f"the log density of {names} does not fall far out, along {member}"
+
+    def _weigh(self) -> None:
+        """Moves center and root to mean and covariance of weighted points, and bends anew."""
+        numbers = self._center.shape[-1]
+        engine = torch.quasirandom.SobolEngine(numbers, scramble=True, seed=0)
+        uniform = engine.draw(POINTS, dtype=torch.float64).to(self._center.device)
+        normal = torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
+        normal = normal.reshape(-1, *(1,) * (self._center.dim() - 1), numbers)
+        for _ in range(ROUNDS):
+            points, log_q = self._at(normal.expand(-1, *self._center.shape))
+            log_weight = self._heights(points) - log_q
+            effective = _effective(log_weight)
+            self.effective = float(effective.min())
+            # by how much they differ from equal ones, whose mean and covariance are known
+            weights = (_tempered(log_weight) - 1 / len(points))[..., None]
+            off = points - self._center
+            moved = (weights * off).sum(0)
+            covariance = self._root @ self._root.mT
+            covariance = covariance + (weights * off).movedim(0, -1) @ off.movedim(0, -2)
+            covariance = covariance - moved[..., :, None] * moved[..., None, :]
+            root, failed = torch.linalg.cholesky_ex(covariance)
+            if bool((failed > 0).any()):
+                break
+            mean = self._center + moved
+            self._center, self._root = mean, root
+            if self.effective > ENOUGH:
+                break
+            self._knots = self._lines()
+            self._center, self._root = mean, root  # which weights tell better than lines
+        if not self.effective >= LEAST:
+            names = ", ".join(map(repr, self.group.members))
+            share = f"{self.effective:.1%} of points about the mode of {names} are effective"
+            self.flaw = self.flaw or share
+
+    # ---- conditionals
+
+    def conditional(
+        self, name: str, values: Mapping[str, Tensor], dims: int | None = None
+    ) -> JointNormal:
+        """Returns a member's conditional in unconstrained space, as `Expansion.conditional` does."""
+        index = self.group.members.index(name)
+        coordinates, like = self._coordinates, self._coordinates.like
+        before, own = sum(coordinates.sizes[:index]), coordinates.sizes[index]
+        rows = slice(before, before + own)
+        lower, center = self._lower[..., rows, rows], self._center[..., rows]
+        if before:
+            known = [
+                coordinates.numbers(other, values[other]) for other in self.group.members[:index]
+            ]
+            lead = torch.broadcast_shapes(*(each.shape[:-1] for each in known))
+            off = torch.cat([each.expand(lead + each.shape[-1:]) for each in known], -1)
+            error = times(self._lower[..., rows, :before], off - self._center[..., :before])
+            shift = torch.linalg.solve_triangular(lower, error.unsqueeze(-1), upper=False)
+            center = center - shift.squeeze(-1)
+        plates = coordinates.plates[name]
+        lead = trimmed(center.shape[:-1], None if dims is None else max(0, dims - len(plates)))
+        if dims is not None and not lead:
+            plates = plates[max(0, len(plates) - dims) :]
+        held = plates + (own // plates.numel(),)
+        bend = KnotTransform(self._knots[..., rows, :, :].to(like))
+        return JointNormal(
+            center.reshape(lead + (own,)).to(like), lower.to(like), held, 0, bend=bend
+        )
+
+    def draw(self, count: int, batch: torch.Size) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns draws of the members, ``(count, *batch, *event)``, and their log density, ``(count, *batch)``."""
+        normal = torch.randn((count, *self._center.shape), dtype=torch.float64).to(self._center)
+        points, log_q = self._at(normal)
+        values = self._coordinates.values(points)
+        log_q = log_q - self._coordinates.log_abs_det(points, values)
+        return values, log_q.reshape(count, *batch)
+
+    def _at(self, normal: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the points ``(*lead, numbers)`` of standard Normal variables, and their log density in nats."""
+        bent, log_slope = KnotTransform(self._knots).bend(normal)
+        log_q = (-normal.square() / 2 - math.log(2 * math.pi) / 2 - log_slope).sum(-1)
+        log_det = self._root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return self._center + times(self._root, bent), log_q - log_det
+
+
+def _where_possible(run: Callable[[Tensor], Any], points: Tensor) -> Any:
+    """Returns the results of a run at points; where the model raises, log densities of -inf and slopes of zero.
+
+    Models do at values far out, as where a matrix cannot be factorized, for all points at once.
+    """
+    try:
+        return run(points)
+    except (RuntimeError, ValueError, ArithmeticError):
+        if len(points) > 1:
+            halves = [_where_possible(run, half) for half in points.tensor_split(2)]
+            return tuple(map(torch.cat, zip(*halves)))
+        return torch.full_like(points[..., 0], -torch.inf), torch.zeros_like(points)
+
+
+def _slope_beside_jumps(table: Tensor) -> Tensor:
+    """Returns the slopes of log densities on a grid, at the edge of a support those of the flatter side."""
+    step = 2 * HALF / (len(table) - 1)
+    rise = table.diff(dim=0) / step
+    left, right = torch.cat([rise[:1], rise]), torch.cat([rise, rise[-1:]])
+    flatter = torch.where(left.abs() < right.abs(), left, right)
+    return torch.where((left - right).abs() > JUMP, flatter, slope_of(table))
+
+
+def _taken(each: Tensor, best: Tensor) -> Tensor:
+    """Returns for each data set ``(*batch)`` the search of an index along the first dim, ``(*batch, ...)``."""
+    index = best.reshape((1, *best.shape) + (1,) * (each.dim() - 1 - best.dim()))
+    return each.gather(0, index.expand((1, *each.shape[1:]))).squeeze(0)
+
+
+def _effective(log_weight: Tensor) -> Tensor:
+    """Returns the share of weighted points that are effective, ``(*batch)``."""
+    weights = log_weight.softmax(0)
+    return 1 / (len(weights) * weights.square().sum(0))
+
+
+def _tempered(log_weight: Tensor) -> Tensor:
+    """Returns weights that sum to 1, to a power at which `TEMPERED` of the points are effective, if fewer are."""
+    power = torch.ones_like(log_weight[0])
+    for _ in range(MOST_TEMPERED):
+        few = _effective(power * log_weight) < TEMPERED
+        if not bool(few.any()):
+            break
+        power = torch.where(few, 0.7 * power, power)
+    return (power * log_weight).softmax(0)
