@@ -26,7 +26,7 @@ from pyro_nami.deriving.grids import FLOOR, HALF, SIZE, LineDensity, grid_like, 
 from pyro_nami.factors.joint_normal import JointNormal
 from pyro_nami.factors.knots import KnotTransform
 
-__all__ = ["Collapsed", "Coordinates"]
+__all__ = ["Collapsed", "LatentVector"]
 
 MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, few points have most of the weight
 STARTS = 4  # of searches for a mode
@@ -47,7 +47,7 @@ JUMP = 8.0  # nats per deviation by which a slope changes within a step of a gri
 FLAT = 1e-4  # curvature, in units of the estimate that a search leaves, below which a density does not fall
 
 
-class Coordinates(NamedTuple):
+class LatentVector(NamedTuple):
     """The unconstrained coordinates of latents as one vector.
 
     Attributes:
@@ -127,7 +127,7 @@ class Collapsed:
     def __init__(
         self,
         group: ConjugateGroup,
-        coordinates: Coordinates,
+        coordinates: LatentVector,
         starts: Tensor,
         unit: Tensor,
         log_density: Callable[[Mapping[str, Tensor]], Tensor],

@@ -14,7 +14,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.collapsed import Collapsed, Coordinates
+from pyro_nami.deriving.collapsed import Collapsed, LatentVector
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
     MAX_ERROR,
@@ -331,7 +331,7 @@ class _Joint(NamedTuple):
             plates[name] = torch.Size(
                 (1,) * (nesting - len(own)) + own[max(0, len(own) - nesting) :]
             )
-        coordinates = Coordinates(layouts, plates, like)
+        coordinates = LatentVector(layouts, plates, like)
         points = torch.cat([each.reshape(PRIOR_DRAWS, -1) for each in draws.values()], -1)
         others = [group for group in self.plan.groups.values() if not group.comes_first]
         points = points[points.isfinite().all(-1)]

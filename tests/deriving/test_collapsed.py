@@ -15,7 +15,7 @@ from torch.distributions import constraints
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.deriving import collapsed
-from pyro_nami.deriving.collapsed import Collapsed, Coordinates
+from pyro_nami.deriving.collapsed import Collapsed, LatentVector
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.factors.layout import UnconstrainedLayout
 from pyro_nami.guide import first_latents
@@ -31,7 +31,7 @@ def found(log_prob, supports, shapes=None, plates=None, starts=None):
     shapes = shapes or [torch.Size()] * len(supports)
     layouts = dict(zip(names, map(UnconstrainedLayout, supports, shapes)))
     plates = plates or [torch.Size()] * len(supports)
-    coordinates = Coordinates(layouts, dict(zip(names, plates)), torch.zeros(()))
+    coordinates = LatentVector(layouts, dict(zip(names, plates)), torch.zeros(()))
     numbers = sum(coordinates.sizes)
     group = ConjugateGroup(tuple(names), ("y",), form="collapsed")
     starts = torch.randn(4, numbers) if starts is None else starts
