@@ -16,7 +16,7 @@ from pyro_nami.guide.call import Call, Derived
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.draw import start_pass
 from pyro_nami.guide.first_call import FirstCall, first_call
-from pyro_nami.guide.first_latents import check_first, warn_of_modes
+from pyro_nami.guide.first_latents import check_first, log_modes
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.order import find_order, search_forms
@@ -78,7 +78,7 @@ def assemble(
             # else steps are faster without
             if further.plan.num_underived < found.plan.num_underived:
                 found = further
-        warn_of_modes(
+        log_modes(
             {
                 group: found.tables[group]
                 for group in found.plan.groups.values()

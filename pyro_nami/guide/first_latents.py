@@ -5,6 +5,7 @@ One or two numbers have it on a grid (`marginal_quadrature`), more of them about
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.site_values import any_value
 
-__all__ = ["CHECKED_DRAWS", "check_first", "first_conditionals", "first_ones", "warn_of_modes"]
+__all__ = ["CHECKED_DRAWS", "check_first", "first_conditionals", "first_ones", "log_modes"]
 
 CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
 # nats more, where data are so large beside their noise that single precision tells no better
@@ -58,7 +59,7 @@ MOST_WORK = 1000
 # nats that a grid may be off by, where a search for a mode fails, as at a time of change: networks are off by dozens
 MOST_ROUGH = 1.0
 _OTHERS = (
-    "The posterior of {} has several modes, one of them {:.1f} nats below the highest, about which the guide draws. "
+    "The posterior of %s has several modes, one of them %.1f nats below the highest, about which the guide draws. "
     "Where the others count, give these latents priors, or an order, that tell modes apart."
 )
 
@@ -175,11 +176,15 @@ def _leaves(call: Call) -> list[Any]:
     return [*call.program.leaves(), *(known[name] for name in sorted(known))]
 
 
-def warn_of_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
-    """Warns of posteriors with several modes, by what was found for groups that come first."""
+def log_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
+    """Logs posteriors with several modes, by what was found for groups that come first.
+
+    That is no warning of Python's, as Pyro's own guides take one of the modes in silence.
+    """
     for group, (_, found, _) in tables.items():
         if isinstance(found, Collapsed) and len(found.others) and not found.flaw:
-            warn(_OTHERS.format(quoted(group.members), float(found.others.min())))
+            lower = float(found.others.min())
+            logging.getLogger(__name__).warning(_OTHERS, quoted(group.members), lower)
 
 
 def check_first(plan: Plan, call: Call, current: Pass) -> tuple[dict[str, str], dict[str, str]]:
@@ -366,7 +371,7 @@ class _Joint(NamedTuple):
     def sites_if_same(self, seen: tuple[dict[str, Tensor], Tensor]) -> dict[str, Any] | None:
         """Returns the sites of a run at these draws; None if the log density is another by more than rounding."""
         values, before = seen
-        with torch.no_grad(), pyro.validation_enabled(False):  # of a run that draws nothing
+        with _hidden():  # as a blocked model draws what it hides
             sites = self._sites(values)
             now = self._log_density_of(sites, values)
         same = torch.isclose(now, before, rtol=1e-4, atol=MAX_ERROR, equal_nan=True)

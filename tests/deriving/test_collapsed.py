@@ -312,3 +312,36 @@ def test_points_without_a_density_have_no_weight():
 
     starts = torch.tensor([[1.0, 0.02], [2.0, 0.05]])
     assert found(log_prob, [constraints.real] * 2, starts=starts).flaw
+
+
+def test_several_modes_are_logged(caplog):
+    def model():
+        with pyro.plate("rows", 2):
+            x = pyro.sample("x", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(x.square(), 0.1), obs=torch.tensor([4.0, 1.0]))
+
+    guide = AutoNaMIGuide(model)
+    guide()
+    assert guide.rules["x"].rule == "collapsed"
+    assert any("several modes" in record.getMessage() for record in caplog.records)
+
+
+def test_what_a_blocked_model_draws_takes_no_random_numbers_of_the_guides():
+    """A guide that kept its result, and one that finds it anew, draw the same by the same seed."""
+
+    def model():
+        x = pyro.sample("x", dist.Gamma(2.0, 1.0))
+        pyro.sample("hidden", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.StudentT(4.0, x, 0.5), obs=torch.tensor(1.0))
+
+    blocked = poutine.block(model, hide=["hidden"])
+    kept = AutoNaMIGuide(blocked)
+    kept()
+    assert kept.rules["x"].rule == "collapsed"
+    found = []
+    for forget in (False, True):
+        if forget:
+            kept._reader.memory.derived.tables.clear()
+        pyro.set_rng_seed(3)
+        found.append(kept()["x"])
+    assert torch.equal(*found)

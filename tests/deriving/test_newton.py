@@ -268,7 +268,6 @@ def test_options_turn_it_off(options):
 
 @pytest.mark.parametrize("width", [0.2, 0.02, 0.002])
 @pytest.mark.parametrize("fold", [torch.abs, torch.square, torch.cos])
-@pytest.mark.filterwarnings("ignore:The posterior of")
 def test_a_density_with_modes_far_apart_is_not_taken_for_concave(fold, width):
     """However narrow they are, so that about each of them the density is concave; of vectors and in plates as well."""
 

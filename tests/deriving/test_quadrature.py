@@ -200,7 +200,6 @@ def test_a_row_whose_slopes_are_no_numbers_keeps_its_prior():
     ],
     ids=["heavy tails", "square", "wave", "two modes"],
 )
-@pytest.mark.filterwarnings("ignore:The posterior of")
 def test_what_is_not_concave_has_no_grid(likelihood):
     guide = called(effects(likelihood), torch.tensor([1.0, 0.0, 1.0, 1.0]))
     assert guide.rules["z"].rule in ("learned", "collapsed")
