@@ -196,16 +196,19 @@ def test_by_default_factor_models_leave_the_origin_sooner():
             z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
             pyro.sample("x", dist.Normal(z @ w, s).to_event(1), obs=x)
 
-    noise = []
+    noise, rules = [], {"w": "learned", "s": "learned"}
     for options in ({}, {"init_loc_fn": init_to_feasible}):
         pyro.clear_param_store()
         pyro.set_rng_seed(1)
-        guide = AutoNaMIGuide(model, **options)
+        guide = AutoNaMIGuide(model, rules=rules, **options)
         svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
         for _ in range(150):
             svi.step()
         noise.append(torch.stack([guide()["s"] for _ in range(50)]).mean())
     assert noise[0] < noise[1] - 0.15, noise
+    pyro.clear_param_store()
+    guide = AutoNaMIGuide(model)  # which begins at a mode
+    assert torch.stack([guide()["s"] for _ in range(50)]).mean() == pytest.approx(0.3, abs=0.03)
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.05, 0.005])
