@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Ascent", "ascend", "curvature_at", "measured", "polish", "root_of", "times"]
+from pyro_nami.deriving.gaussian_levels import times
+
+__all__ = ["Ascent", "ascend", "curvature_at", "measured", "polish", "root_of"]
 
 Slopes = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -199,11 +201,6 @@ def polish(slopes: Slopes, found: Ascent) -> tuple[Ascent, Tensor]:
         if not bool(is_higher.any()):
             break
     return found, values
-
-
-def times(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Returns the products of matrices and vectors, ``(*batch, n)``."""
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

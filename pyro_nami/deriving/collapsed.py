@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.ascent import Ascent, ascend, measured, polish, root_of, times
+from pyro_nami.deriving.ascent import Ascent, ascend, measured, polish, root_of
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import trimmed
+from pyro_nami.deriving.gaussian_levels import times
 from pyro_nami.deriving.grids import FLOOR, HALF, SIZE, LineDensity, grid_like, slope_of
 from pyro_nami.factors.joint_normal import JointNormal
 from pyro_nami.factors.knots import KnotTransform
@@ -38,7 +39,6 @@ LEAST = 0.05  # share below which points about a mode are no picture of the dens
 TEMPERED = 0.2  # share that weights are raised to a power for, in a round
 MOST_TEMPERED = 20  # times that the power falls, to a thousandth
 LEAST_GAIN = 0.1  # nats that a step would still gain, where no mode was found
-UNFOUND = 1e6  # nats by which a search that has not found a mode ranks below one that has
 DEPTH = 5.0  # nats below the highest mode, from where the mass about others is small
 BETWEEN = 1.0  # nats by which the density falls between two modes, at least
 TAIL = 1.0, 2.0, 4.0, 8.0  # deviations, between which a density falls if it has an end
@@ -101,6 +101,16 @@ class LatentVector(NamedTuple):
         )
 
 
+class _Conditional(NamedTuple):
+    """A member's conditional: lower (v - center - slope @ those before) is bent standard Normal variables."""
+
+    center: Tensor  # (*batch, numbers)
+    slope: Tensor  # (*batch, numbers, numbers before)
+    lower: Tensor  # (*batch, numbers, numbers), lower triangular
+    bend: KnotTransform
+    before: tuple[str, ...]  # members that are drawn earlier
+
+
 class Collapsed:
     """The conditionals of latents that are sampled first, of whatever plates.
 
@@ -148,7 +158,7 @@ class Collapsed:
             self._check_tails()
         if weighs and 1 < self._center.shape[-1] <= MOST_WEIGHED:
             self._weigh()
-        self._lower = torch.linalg.inv(self._root).tril()
+        self._own = self._conditionals()
 
     # ---- the density
 
@@ -193,7 +203,8 @@ class Collapsed:
             raise ValueError(
                 f"the log density of {names} is not finite at any of {len(starts)} starts"
             )
-        best = found.height.where(found.gain < LEAST_GAIN, found.height - UNFOUND).argmax(0)
+        is_mode = (found.gain < LEAST_GAIN) & found.height.isfinite()
+        best = found.height.where(is_mode | ~is_mode.any(0), -torch.inf).argmax(0)
         near = Ascent(*(_taken(each, best) for each in found))
         self.others = self._separate(found, near)
         mode, values = polish(self._slopes, measured(self._heights, near))
@@ -311,29 +322,34 @@ class Collapsed:
         self, name: str, values: Mapping[str, Tensor], dims: int | None = None
     ) -> JointNormal:
         """Returns a member's conditional in unconstrained space, as `Expansion.conditional` does."""
-        index = self.group.members.index(name)
-        coordinates, like = self._coordinates, self._coordinates.like
-        before, own = sum(coordinates.sizes[:index]), coordinates.sizes[index]
-        rows = slice(before, before + own)
-        lower, center = self._lower[..., rows, rows], self._center[..., rows]
-        if before:
-            known = [
-                coordinates.numbers(other, values[other]) for other in self.group.members[:index]
-            ]
+        coordinates, own = self._coordinates, self._own[name]
+        center, plates = own.center, coordinates.plates[name]
+        if own.before:
+            known = [coordinates.numbers(other, values[other]) for other in own.before]
             lead = torch.broadcast_shapes(*(each.shape[:-1] for each in known))
             off = torch.cat([each.expand(lead + each.shape[-1:]) for each in known], -1)
-            error = times(self._lower[..., rows, :before], off - self._center[..., :before])
-            shift = torch.linalg.solve_triangular(lower, error.unsqueeze(-1), upper=False)
-            center = center - shift.squeeze(-1)
-        plates = coordinates.plates[name]
+            center = center + times(own.slope, off)
         lead = trimmed(center.shape[:-1], None if dims is None else max(0, dims - len(plates)))
         if dims is not None and not lead:
             plates = plates[max(0, len(plates) - dims) :]
-        held = plates + (own // plates.numel(),)
-        bend = KnotTransform(self._knots[..., rows, :, :].to(like))
-        return JointNormal(
-            center.reshape(lead + (own,)).to(like), lower.to(like), held, 0, bend=bend
-        )
+        held = plates + (coordinates.layouts[name].num_elements,)
+        center = center.reshape(lead + center.shape[-1:]).to(coordinates.like)
+        return JointNormal(center, own.lower, held, 0, bend=own.bend)
+
+    def _conditionals(self) -> dict[str, _Conditional]:
+        """Returns what the conditionals of all members are made of."""
+        lower, like = torch.linalg.inv(self._root).tril(), self._coordinates.like
+        found, first = {}, 0
+        for i, (name, size) in enumerate(zip(self.group.members, self._coordinates.sizes)):
+            rows, before = slice(first, first + size), slice(0, first)
+            block, center = lower[..., rows, rows], self._center[..., rows]
+            slope = -torch.linalg.solve_triangular(block, lower[..., rows, before], upper=False)
+            center = center - times(slope, self._center[..., before])
+            bend = KnotTransform(self._knots[..., rows, :, :].to(like))
+            others = self.group.members[:i]
+            found[name] = _Conditional(center, slope, block.to(like), bend, others)
+            first += size
+        return found
 
     def draw(self, count: int, batch: torch.Size) -> tuple[dict[str, Tensor], Tensor]:
         """Returns draws of the members, ``(count, *batch, *event)``, and their log density, ``(count, *batch)``."""
