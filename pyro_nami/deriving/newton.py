@@ -24,6 +24,7 @@ from pyro_nami.deriving.expansion import (
     ROUNDING,
     TOLERANCE,
     Expansion,
+    derivatives,
     irregular,
     parameters_of,
 )
@@ -204,10 +205,13 @@ class Newton(JointGaussian):
         slopes = self.take(sites, again=True)
         if self.unfound is None:
             return slopes
-        return {
-            name: each.masked_fill(self._beside(name, self.unfound), torch.nan).reshape(each.shape)
-            for name, each in slopes.items()
-        }
+        with derivatives():  # as curvatures are taken of the others
+            return {
+                name: each.masked_fill(self._beside(name, self.unfound), torch.nan).reshape(
+                    each.shape
+                )
+                for name, each in slopes.items()
+            }
 
     def _along(self, slopes: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
         """Returns the slope along a direction, of each set of instances that are solved by themselves."""

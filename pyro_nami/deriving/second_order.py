@@ -84,11 +84,11 @@ class SecondOrder(Expansion):
             self.flat[name] = flat
             loc, step = flat.center(torch.Size(prior.batch_shape) + prior.event_shape), flat.step()
         else:
-            loc, step = prior.mean.detach(), prior.stddev.detach().mean()
+            loc, step = prior.mean.detach(), prior.stddev.detach()
         reference = self.references[name] = self.reference(name, loc, step)
         if self.away is not None:
             # a flat prior may not say on which device it is
-            off = step.to(reference) * irregular(shape, reference, len(self.values))
+            off = step.mean().to(reference) * irregular(shape, reference, len(self.values))
             return reference + self.away * off
         size = self._held(name, shape, prior).numel()
         if size != self.sizes[name]:
@@ -97,7 +97,7 @@ class SecondOrder(Expansion):
         return reference.expand(shape)
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
-        """Returns what a member's offsets are from, given its prior's location and some deviation."""
+        """Returns what a member's offsets are from, given its prior's location and deviations."""
         at = self._at.get(name)
         # where it is not known where to start
         at = loc if at is None else torch.where(at.isnan(), loc.to(at), at)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.joint import to_sequence
-from pyro_nami.guide.call import Call, Derived
+from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.draw import start_pass
 from pyro_nami.guide.first_call import FirstCall, first_call
@@ -116,8 +116,7 @@ def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> tuple[
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in plan.read}
-    # with constants, as a search for a mode begins where the run before it has ended
-    call = Call(first.program, values=values, held=held, derived=Derived({}, {}, {}))
+    call = Call(first.program, values=values, held=held)
     return call, start_pass(plan, NetworkState(network, call.maps), call)
 
 

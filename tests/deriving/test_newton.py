@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -601,3 +602,30 @@ def test_modes_that_move_with_many_weights_of_the_model_are_learned(outputs, rul
     located = AutoNaMIGuide(model, rules={"z": "located"})
     located()
     assert located.rules["z"].rule == "newton"
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("far", [1e9, 1e19])
+def test_a_draw_at_which_no_mode_is_found_leaves_other_draws_alone(grad, far):
+    """Neither does its scale say where their search begins, nor its missing mode that they have no curvature."""
+    deaths, operations = torch.tensor([0.0, 18.0, 8.0, 46.0]), torch.tensor([47.0, 148, 119, 810])
+
+    def model():
+        mu = normal("mu", 1000.0)
+        scale = pyro.sample("scale", dist.LogNormal(torch.tensor(0.0), 5.0))
+        with pyro.plate("hospitals", 4):
+            effect = pyro.sample("effect", dist.Normal(mu, scale))
+            pyro.sample("y", dist.Binomial(operations, logits=effect), obs=deaths)
+
+    guide = called(model, rules={"scale": "learned"})
+    alone = {
+        "scale": torch.ones(1, 1),
+        "mu": torch.full((1, 1), -2.6),
+        "effect": torch.tensor([[-3.5, -2.0, -2.6, -2.8]]),
+    }
+    both = {name: torch.cat([value, value]) for name, value in alone.items()}
+    both["scale"] = torch.tensor([[1.0], [far]])
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, found = guide.log_prob(alone), guide.log_prob(both)
+    torch.testing.assert_close(found[:1], expected.reshape(1), rtol=0, atol=0.05)
