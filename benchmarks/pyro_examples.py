@@ -4,16 +4,18 @@ A drop-in guide should train whatever the guide that it replaces trains. Each mo
 by SVI for the same number of steps with every guide at every rate, guides as they come (``Guide(model)``), from the
 same seeds; then the ELBO is estimated from many single draws. A run that fails is a row like any other: its status
 says NaN, error (with the message) or timeout. One process runs one guide on one example, so that its peak memory is
-its own; memory is the growth of the peak over what the model alone needed. Run with::
+its own; memory is the growth of the peak over what the model alone needed. Guides take unequal times a step, so that
+``--cpu-seconds`` trains each for as many seconds of processor time, its first call included. Run with::
 
     python benchmarks/pyro_examples.py [--smoke] [--only NAME ...] [--guides NAME ...] [--rates RATE ...]
-        [--steps N] [--seeds N] [--jobs N] [--out PATH]
+        [--steps N | --cpu-seconds SECONDS] [--seeds N] [--jobs N] [--out PATH]
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import math
 import os
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -42,7 +44,7 @@ from pyro_nami import AutoNaMIGuide
 
 __all__ = ["EXAMPLES", "Example", "Row", "run"]
 
-RESULTS = Path(__file__).parent / "results" / "pyro_examples.json"
+FOLDER = Path(__file__).parent / "results"
 OURS, BASELINE = "AutoNaMIGuide", "AutoNormal"
 GUIDES = (BASELINE, "AutoMultivariateNormal", OURS)
 # of ours, for ``--guides``
@@ -64,6 +66,7 @@ class Row:
     seed: int
     status: str = "finite"
     message: str = ""
+    cpu_seconds: float | None = None  # given for training, where it is not a number of steps
     steps: int = 0
     not_finite: int = 0
     elbo: float | None = None
@@ -109,17 +112,25 @@ def run(
     seed: int = 0,
     steps: int | None = None,
     particles: int = PARTICLES,
+    cpu_seconds: float | None = None,
 ) -> Row:
-    """Trains one guide on one example at one rate, and scores it; never raises for what the guide does."""
-    example, row = EXAMPLES[name], Row(name, guide, rate, seed)
+    """Trains one guide on one example at one rate, and scores it; never raises for what the guide does.
+
+    With ``cpu_seconds`` it takes steps until the process has been busy for so long since the guide was made.
+    """
+    example, row = EXAMPLES[name], Row(name, guide, rate, seed, cpu_seconds=cpu_seconds)
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     model, args = example.model(), example.args
     before = peak_memory()
+    budget: Iterable[int] = range(steps or example.steps)
+    if cpu_seconds is not None:
+        end = time.process_time() + cpu_seconds
+        budget = itertools.takewhile(lambda _: time.process_time() < end, itertools.count())
     try:
         fitted = make_guide(guide, model, example)
         svi = SVI(model, fitted, Adam({"lr": rate}), example.elbo())
-        train(svi, example, args, row, steps or example.steps)
+        train(svi, example, args, row, budget)
         if row.status != "NaN":
             pyro.set_rng_seed(1000 + seed)
             score(model, fitted, example, args, row, particles)
@@ -130,12 +141,12 @@ def run(
     return row
 
 
-def train(svi: SVI, example: Example, args: tuple, row: Row, steps: int) -> None:
-    """Takes ``steps`` steps, fewer where the losses stay NaN or the time is up."""
+def train(svi: SVI, example: Example, args: tuple, row: Row, steps: Iterable[int]) -> None:
+    """Takes a step for each of ``steps``, fewer where the losses stay NaN or the time is up."""
     times, bad = [], 0
     try:
         with time_limit(SECONDS):
-            for _ in range(steps):
+            for _ in steps:
                 start = time.perf_counter()
                 loss = svi.step(*args, **example.kwargs)
                 times.append(1e3 * (time.perf_counter() - start))
@@ -197,7 +208,7 @@ def here(name: str, guide: str, seed: int, arguments: argparse.Namespace) -> Ite
     warnings.simplefilter("ignore")
     for rate in rates_of(EXAMPLES[name], arguments.rates):
         particles = 5 if arguments.smoke else PARTICLES
-        yield run(name, guide, rate, seed, arguments.steps, particles)
+        yield run(name, guide, rate, seed, arguments.steps, particles, arguments.cpu_seconds)
 
 
 def work(name: str, guide: str, seed: int, arguments: argparse.Namespace) -> None:
@@ -213,6 +224,8 @@ def delegate(name: str, guide: str, seed: int, arguments: argparse.Namespace) ->
     command += ["--rates", *map(str, rates)] + ["--smoke"] * arguments.smoke
     if arguments.steps is not None:
         command += ["--steps", str(arguments.steps)]
+    if arguments.cpu_seconds is not None:
+        command += ["--cpu-seconds", str(arguments.cpu_seconds)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         child = subprocess.run(
@@ -365,7 +378,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--guides", nargs="+", default=GUIDES, metavar="NAME", help="guides to run")
     parser.add_argument("--rates", nargs="+", help="numbers or own; default: 0.001 0.01 0.05 own")
-    parser.add_argument("--steps", type=int, help="default: the example's own")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--steps", type=int, help="default: the example's own")
+    budget.add_argument(
+        "--cpu-seconds", type=float, help="processor time for each run, in place of steps"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument(
         "--jobs", type=int, default=2, help="processes at a time, of one thread each"
@@ -399,6 +416,7 @@ def main() -> None:
     if arguments.smoke:
         arguments.only = arguments.only or ["eight_schools", "gmm", "lda", "hmm_1"]
         arguments.rates, arguments.steps = arguments.rates or ["own"], arguments.steps or 3
+        arguments.cpu_seconds = None
     if arguments.work:
         name, guide, seed = arguments.work
         return work(name, guide, int(seed), arguments)
@@ -419,7 +437,8 @@ def main() -> None:
             show(row, rows)
     results = verdicts(rows)
     summarize(results)
-    default = None if arguments.smoke or arguments.only else RESULTS
+    file = "pyro_examples.json" if arguments.cpu_seconds is None else "pyro_examples_seconds.json"
+    default = None if arguments.smoke or arguments.only else FOLDER / file
     write(arguments.out or default, rows, results)
 
 
