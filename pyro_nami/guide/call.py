@@ -48,15 +48,17 @@ class Derived(NamedTuple):
 
     Attributes:
         constants: of exact conditionals at the data of training; None where the call has other data.
-        tables: marginal group -> the arguments of the latest call, and its table.
+        tables: group that comes first -> what was found for the latest call.
         starts: group -> the warm starts of its mode search, `Starts`.
         is_fixed: whether the data of training stay, whatever arguments later calls have.
+        surroundings: what the model reads besides its arguments, the same object while that stays; None if not known.
     """
 
     constants: dict[Any, Any] | None
     tables: dict[Any, Any]
     starts: dict[Any, Any]
     is_fixed: bool = False
+    surroundings: Surroundings | None = None
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ from pyro_nami.program.many_draws import FEWEST_DRAWS, of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.site_values import any_value
+from pyro_nami.program.surroundings import Surroundings
 
 __all__ = ["CHECKED_DRAWS", "check_first", "first_conditionals", "first_ones", "log_modes"]
 
@@ -53,8 +54,8 @@ CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
 MAX_ROUNDING = 0.3
 # numbers whose mode is searched for; the curvature of ten times as many takes 20 times a hundred runs at a point
 MOST_NUMBERS = 100
-# Where others have modes, which each point takes many runs for: numbers; elements of the others times data (at 1,200 the
-# search takes 5 s, and half a nat less is lost; at 16,000 it takes 120 s); and draws of the prior where it may begin.
+# Where others have modes, which each point takes many runs for: numbers; elements of the others times data (at 1,200
+# the search takes 5 s, and half a nat less is lost; at 16,000 it takes 120 s); and draws of the prior to begin at.
 MOST_ITERATED = 12
 MOST_WORK = 2000
 FEW_STARTS = 16
@@ -152,11 +153,12 @@ def _fits_search(first: FirstCall, rest: Sequence[str], groups: Collection[Conju
 
 def first_conditionals(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     """Returns the first latents' conditionals for a call; those kept are used while data and arguments are the same."""
-    known, found, seen = call.derived.tables.get(group, (None, None, None))
+    kept: _Found | None = call.derived.tables.get(group)
     joint = _Joint(plan, call, current)
-    same = known is not None and known.are(_leaves(call))
-    sites = joint.sites_if_same(seen) if same else None
-    if sites is None:
+    sites = None
+    if kept is not None and kept.arguments.are(_leaves(call)):
+        sites = joint.sites_if_same(group, kept)
+    if kept is None or sites is None:
         remedy = f"A guide with rules={dict.fromkeys(group.members, 'learned')} takes them."
         try:
             found = joint.found(group)
@@ -168,8 +170,8 @@ def first_conditionals(plan: Plan, call: Call, current: Pass, group: ConjugateGr
                 f"At these data {flaw}: draws are rough there, as importance weights tell. {remedy}"
             )
         return found
-    current.derived.sites.update({name: sites[name] for name in group.members})
-    return found
+    current.derived.sites.update(sites)
+    return kept.conditionals
 
 
 def _leaves(call: Call) -> list[Any]:
@@ -183,7 +185,8 @@ def log_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
 
     That is no warning of Python's, as Pyro's own guides take one of the modes in silence.
     """
-    for group, (_, found, _) in tables.items():
+    for group, kept in tables.items():
+        found = kept.conditionals
         if isinstance(found, Collapsed) and len(found.others) and not found.flaw:
             lower = float(found.others.min())
             logging.getLogger(__name__).warning(_OTHERS, quoted(group.members), lower)
@@ -258,6 +261,25 @@ def _hidden() -> Iterator[None]:
         yield
 
 
+class _Found(NamedTuple):
+    """What was found for the first latents of a call.
+
+    Attributes:
+        arguments: all that it was found from.
+        conditionals: of the latents.
+        values, height: two draws of all latents, and their log density with the data, in nats.
+        sites: of the latents, at a run in the surroundings.
+        surroundings: what the model read there besides its arguments; None if that is not known.
+    """
+
+    arguments: Arguments
+    conditionals: Any
+    values: Mapping[str, Tensor]
+    height: Tensor
+    sites: Mapping[str, Any] = {}
+    surroundings: Surroundings | None = None
+
+
 class _Joint(NamedTuple):
     """The marginal log density of the first latents and the data of a call."""
 
@@ -296,7 +318,12 @@ class _Joint(NamedTuple):
         """Returns the conditionals of a group, which are kept for calls with the same data."""
         known = Arguments(_leaves(self.call), kept=True)
         found = self._conditionals(group)
-        self.call.derived.tables[group] = known, found, self.seen(found)
+        with _hidden():
+            values, _ = found.draw(2, self.leading)
+            values = self.with_others(values)[0].values
+            sites = self._sites(values)
+            height = self._log_density_of(sites, values)
+        self.call.derived.tables[group] = _Found(known, found, values, height)
         return found
 
     def _conditionals(self, group: ConjugateGroup) -> Any:
@@ -364,21 +391,23 @@ class _Joint(NamedTuple):
             shape = (PRIOR_DRAWS, *prior.batch_shape, start.shape[-1])
             return start + 2 * irregular(torch.Size(shape), start, 0)
 
-    def seen(self, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns two draws of a table, and their log density, which changes with data besides the arguments."""
-        with _hidden():
-            values, _ = table.draw(2, self.leading)
-            values = self.with_others(values)[0].values
-            return values, self._log_density_of(self._sites(values), values)
+    def sites_if_same(self, group: ConjugateGroup, kept: _Found) -> dict[str, Any] | None:
+        """Returns the sites of a group; None if the log density is another by more than rounding.
 
-    def sites_if_same(self, seen: tuple[dict[str, Tensor], Tensor]) -> dict[str, Any] | None:
-        """Returns the sites of a run at these draws; None if the log density is another by more than rounding."""
-        values, before = seen
+        A run of the model tells, where its surroundings may have changed.
+        """
+        around = self.call.derived.surroundings
+        if around is not None and around is kept.surroundings:
+            return dict(kept.sites)
         with _hidden():  # as a blocked model draws what it hides
-            sites = self._sites(values)
-            now = self._log_density_of(sites, values)
-        same = torch.isclose(now, before, rtol=1e-4, atol=MAX_ERROR, equal_nan=True)
-        return sites if bool(same.all()) else None
+            sites = self._sites(kept.values)
+            now = self._log_density_of(sites, kept.values)
+        same = torch.isclose(now, kept.height, rtol=1e-4, atol=MAX_ERROR, equal_nan=True)
+        if not bool(same.all()):
+            return None
+        own = {name: sites[name] for name in group.members}
+        self.call.derived.tables[group] = kept._replace(sites=own, surroundings=around)
+        return own
 
     def log_density(self, at: Mapping[str, Tensor]) -> Tensor:
         """Returns the log density in nats at values ``(points, *leading, *event)``, ``(points, *leading)``."""

@@ -228,7 +228,8 @@ class CallReader:
         elif answer.moving:
             held = {name: value for name, value in answer.held.items() if name not in answer.moving}
             answer = self.own.all_of(replace(answer, values=held, held=held))
-        return self._with_kept(replace(answer, target=target), constants=True)
+        around = self.memory.kept.surroundings if self.memory.kept else None
+        return self._with_kept(replace(answer, target=target), True, around)
 
     def _surroundings(self, call: Call) -> Surroundings:
         """Returns the model's surroundings at a call: the latest ones, while nothing in them has changed."""
@@ -347,7 +348,7 @@ class CallReader:
             _check_sizes(own, self.plan)
             if memory.kept is None:
                 memory.keep(Reading(memory.frozen(own, data), data, around))
-            return self._with_kept(own, constants=True)
+            return self._with_kept(own, True, around)
         if (
             backward is not None
             and _is_step()
@@ -379,26 +380,30 @@ class CallReader:
         _check_sizes(own, self.plan)
         fixed, data = memory.mode is Mode.FIXED, self._data_of(own)
         may_train, tracing = backward is not None, torch.jit.is_tracing()
+        around = self._surroundings(call) if fixed and not tracing else None
         if fixed or memory.mode is Mode.AMORTIZED and (may_train or memory.kept is None):
             frozen = memory.frozen(own, data)
             if memory.kept is None or frozen is not memory.kept.call:
                 memory.derived = memory.derived._replace(constants={})
-            around = self._surroundings(call) if fixed and not tracing else None
             reading = Reading(frozen, data, around)
             memory.keep(reading)
             if fixed and may_train and tracing:  # compiled steps do not come here again
                 memory.history.step(data)
             elif fixed and backward is not None:
                 self._open.append(_Step(backward, reading))
-        return self._with_kept(own, constants=memory.mode is not Mode.MINIBATCHES)
+        return self._with_kept(own, memory.mode is not Mode.MINIBATCHES, around)
 
-    def _with_kept(self, call: Call, constants: bool = False) -> Call:
+    def _with_kept(
+        self, call: Call, constants: bool = False, around: Surroundings | None = None
+    ) -> Call:
         """Returns a call with the results of earlier calls; with ``constants``, those of the same data included."""
         memory = self.memory
         derived = memory.derived
         is_fixed = memory.mode is Mode.FIXED and not self.plan.plates.subsampled
         kept = derived.constants if constants and not call.indices else None
-        return replace(call, derived=derived._replace(constants=kept, is_fixed=is_fixed))
+        around = around if is_fixed else None
+        known = derived._replace(constants=kept, is_fixed=is_fixed, surroundings=around)
+        return replace(call, derived=known)
 
     def _without(self, absent: Sequence[str], own: Call, call: Call, given: bool) -> Call:
         """Returns the answer to a call that lacks data of some sites.
