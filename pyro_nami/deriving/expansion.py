@@ -7,10 +7,11 @@ latents sampled earlier. An `Expansion` says at which points the members are set
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyro
 import torch
@@ -23,6 +24,9 @@ from pyro_nami.factors.wrappers import base_of
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import log_density_of, unmasked, without_gaps
 from pyro_nami.program.runner import RunModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # noqa: UP035  for Python 3.10
 
 __all__ = [
     "MAX_ERROR",
@@ -154,6 +158,10 @@ class Expansion:
     def joint_slopes(self, sites: Mapping[str, Any], again: bool = False) -> dict[str, Tensor]:
         """Returns the slopes of the joint log density, members' own included, as `take` does."""
         return self.take(sites, again=again, parts=self.until)
+
+    def apart(self) -> Self:
+        """Returns the same conditionals for another pass, without what they were derived from."""
+        return copy.copy(self)
 
     def is_finite(self) -> bool:
         """Whether all that was solved is a number."""

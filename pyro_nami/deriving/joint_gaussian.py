@@ -60,6 +60,11 @@ class JointGaussian(SecondOrder):
         other.runs, other.xi = self.runs + 1, self.xi
         return other
 
+    def apart(self) -> Self:
+        other = super().apart()
+        other._offsets = {}
+        return other
+
     def means(
         self, values: Mapping[str, Tensor] | None = None, names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:

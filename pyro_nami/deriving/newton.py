@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.quadrature import Tabulated
 from pyro_nami.factors.joint_normal import joint_normal
 from pyro_nami.program.masks import without_gaps
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # noqa: UP035  for Python 3.10
 
 __all__ = ["LOST", "Newton", "has_one_mode", "is_concave"]
 
@@ -77,6 +80,11 @@ class Newton(JointGaussian):
         self._is_last = False
         self.unfound: Tensor | None = None
         self._densities: dict[str, Tensor] = {}
+
+    def apart(self) -> Self:
+        other = super().apart()
+        other._densities = {}
+        return other
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         at = self._at.get(name)

@@ -9,14 +9,20 @@ import functools
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.expansion import Changed, Expansion, leading_shape, solved
+from pyro_nami.deriving.expansion import (
+    Changed,
+    Expansion,
+    leading_shape,
+    parameters_of,
+    solved,
+)
 from pyro_nami.deriving.gaussian_constants import Constants, FromConstants, constants_of
 from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.newton import Newton
@@ -27,8 +33,9 @@ from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.warm_starts import DataSets, Starts
 from pyro_nami.program.flat_priors import improper_posterior
-from pyro_nami.program.isolation import outside_of_traces, untouched
+from pyro_nami.program.isolation import forked_rng, outside_of_traces, untouched
 from pyro_nami.program.many_draws import MANY_DRAWS
+from pyro_nami.program.surroundings import Surroundings
 
 __all__ = ["derive", "valid_at"]
 
@@ -39,6 +46,85 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         return _as_constants(plan, call, current, group)
     if group.comes_first:
         return first_conditionals(plan, call, current, group)
+    key, constants = _key_of_data(plan, call, current, group), call.derived.constants or {}
+    kept: Any = constants.get(key)
+    is_kept = kept is not None and kept.surroundings is call.derived.surroundings
+    if key is None or not is_kept or kept.expansion is None:
+        with forked_rng():  # as draws shall not depend on what was derived before
+            expansion, sites = _derived(plan, call, current, group)
+            if key is not None and not is_kept:
+                _keep(key, expansion, sites, plan, call, current)
+        return expansion
+    current.derived.sites.update(kept.sites)
+    if kept.near is not None:
+        current.derived.near[group] = kept.near
+    return kept.expansion.apart()
+
+
+class _OfData(NamedTuple):
+    """The conditionals of a group that depend on the data alone.
+
+    Attributes:
+        surroundings: what the model read besides its arguments.
+        expansion: what gives them; None if they depend on the model's parameters.
+        near: the Normal about a mode that they were found from, if they were.
+        sites: of the members.
+    """
+
+    surroundings: Surroundings | None
+    expansion: Expansion | None = None
+    near: Newton | None = None
+    sites: Mapping[str, Any] = {}
+
+
+def _key_of_data(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
+    """Returns the key of a group whose conditionals are found once for the data of training; None for others.
+
+    They depend on nothing that is drawn before or learned, as far as is known.
+    """
+    derived = call.derived
+    is_given = group.needed or group.bound or group.in_turn or current.derived.observed
+    is_known = derived.is_fixed and derived.constants is not None and derived.surroundings
+    if is_given or not is_known or call.lacking or torch.jit.is_tracing():
+        return None
+    leading = leading_shape({**call.values, **current.values}, plan.event_dims, plan.plates.nesting)
+    return group, leading, "of data"
+
+
+def _keep(
+    key: Any,
+    expansion: Expansion,
+    sites: Mapping[str, Any],
+    plan: Plan,
+    call: Call,
+    current: Pass,
+) -> None:
+    """Keeps the conditionals of a group for later steps, derived once more where they are to have no gradients."""
+    group, around = key[0], call.derived.surroundings
+    constants: Any = call.derived.constants
+    if expansion.differentiable:
+        if not current.state.network.passes:
+            return  # many guides are called once
+        own = set(map(id, expansion.values.values()))
+        densities = (expansion.density(sites, name) for name in expansion.until if name in sites)
+        if any(id(leaf) not in own for leaf in parameters_of(*densities)):
+            constants[key] = _OfData(around)
+            return
+        with torch.no_grad():
+            expansion, sites = _derived(plan, call, current, group)
+    near = current.derived.near.get(group)
+    members = {name: sites[name] for name in group.members}
+    near = None if near is None else near.apart()
+    constants[key] = _OfData(around, expansion.apart(), near, members)
+
+
+def _derived(
+    plan: Plan, call: Call, current: Pass, group: ConjugateGroup
+) -> tuple[Expansion, Mapping[str, Any]]:
+    """Returns the conditionals of a group, and the sites of the last run of the model for them.
+
+    The pass is told the sites of the members.
+    """
     kept = call.derived.constants
     values = {name: value for name, value in current.values.items() if name not in group.members}
     known = {
@@ -63,7 +149,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         for starts, data in _starts(group, current, plan, call):
             starts.note(data, near.references)
     current.derived.sites.update({name: sites[name] for name in expansion.group.members})
-    return expansion
+    return expansion, sites
 
 
 def _solved(
