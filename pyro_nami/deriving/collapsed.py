@@ -3,8 +3,8 @@
 As for `marginal_quadrature`, the log density of the first latents v is log p(v, z, data) - log q(z | v, data), at any z
 where q is exact. Where q is a Normal about a mode, z is that mode, which is Laplace's approximation.
 
-In unconstrained space v = center + root e. Each element of e has the density of a line through the center; center and
-root are such that mean and covariance are those of weighted points.
+In unconstrained space v is a bent Normal vector. Its center is the mode, its root that of the curvature there; or both
+are those of weighted points, or of the nearest Normal.
 
 References:
     Rue, Martino and Chopin 2009, Approximate Bayesian inference for latent Gaussian models.
@@ -12,7 +12,6 @@ References:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,10 +19,11 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.ascent import Ascent, ascend, measured, polish, root_of
+from pyro_nami.deriving.bent_vector import bent_along_lines, reweighted, unbent
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import trimmed
 from pyro_nami.deriving.gaussian_levels import times
-from pyro_nami.deriving.grids import FLOOR, HALF, SIZE, LineDensity, grid_like, slope_of
+from pyro_nami.deriving.nearest_normal import nearest_normal, normal_points
 from pyro_nami.factors.joint_normal import JointNormal
 from pyro_nami.factors.knots import KnotTransform
 
@@ -32,18 +32,15 @@ __all__ = ["Collapsed", "LatentVector"]
 MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, few points have most of the weight
 STARTS = 4  # of searches for a mode
 AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
-POINTS = 1024  # with weights, in a round; a fourth of them leaves 7% errors of deviations
-ROUNDS = 4
-ENOUGH = 0.9  # share of the points that are effective, from which a further round changes nothing
+MUCH = 0.5  # share of effective points below which a search for the nearest Normal pays
+FEWEST_PAIRS = 128  # of points for that
+NARROW = 0.1  # deviations of priors, of where it begins if there is no mode
 LEAST = 0.05  # share below which points about a mode are no picture of the density
-TEMPERED = 0.2  # share that weights are raised to a power for, in a round
-MOST_TEMPERED = 20  # times that the power falls, to a thousandth
 LEAST_GAIN = 0.1  # nats that a step would still gain, where no mode was found
 DEPTH = 5.0  # nats below the highest mode, from where the mass about others is small
 BETWEEN = 1.0  # nats by which the density falls between two modes, at least
 TAIL = 1.0, 2.0, 4.0, 8.0  # deviations, between which a density falls if it has an end
 FALL = 0.5  # nats by which it does at least: a Cauchy variable's falls by 1.4 between the last
-JUMP = 8.0  # nats per deviation by which a slope changes within a step of a grid, at the edge of a support
 FLAT = 1e-4  # curvature, in units of the estimate that a search leaves, below which a density does not fall
 
 
@@ -152,12 +149,10 @@ class Collapsed:
         self._coordinates = coordinates
         self._log_density = log_density
         mode = self._mode(starts, unit)
-        self._center, self._root = mode.place, root_of(mode.inverse)
-        self._knots = self._lines()
-        if not is_proper:
-            self._check_tails()
-        if weighs and 1 < self._center.shape[-1] <= MOST_WEIGHED:
-            self._weigh()
+        self._vector = bent_along_lines(self._heights, mode.place, root_of(mode.inverse))
+        is_open = not is_proper and self._has_open_tails()
+        if weighs and starts.shape[-1] > 1 and not is_open:
+            self._improve(mode, starts, unit)
         self._own = self._conditionals()
 
     # ---- the density
@@ -207,7 +202,9 @@ class Collapsed:
         best = found.height.where(is_mode | ~is_mode.any(0), -torch.inf).argmax(0)
         near = Ascent(*(_taken(each, best) for each in found))
         self.others = self._separate(found, near)
-        mode, values = polish(self._slopes, measured(self._heights, near))
+        near = measured(self._heights, near)
+        self._near = root_of(near.inverse)
+        mode, values = polish(self._slopes, near)
         if bool((values <= FLAT).any()):
             way = self._name_of(mode.inverse.diagonal(dim1=-2, dim2=-1).sqrt() / unit)
             self.flaw = f"the log density of {names} does not fall to all sides of where it is highest, along {way}"
@@ -236,41 +233,37 @@ class Collapsed:
 
     # ---- beside the mode
 
-    def _lines(self) -> Tensor:
-        """Returns the knots of maps from standard Normal variables to the densities along lines through the center.
+    def _improve(self, mode: Ascent, starts: Tensor, unit: Tensor) -> None:
+        """Goes over to what has the highest ELBO of what weighted points tell, and the nearest Normal."""
+        few = starts.shape[-1] <= MOST_WEIGHED
+        if few and not self.flaw:
+            self._vector, self.effective = reweighted(self._heights, self._vector)
+            if self.effective > MUCH:
+                return
+        place, root = mode.place, self._near
+        if self.flaw:  # that is no mode
+            place = _taken(starts, self._heights(starts).argmax(0))
+            root = (NARROW * unit).diag_embed().expand_as(root)
+        points = normal_points(max(FEWEST_PAIRS, starts.shape[-1]), starts.shape[-1])
+        *normal, is_found = nearest_normal(self._slopes, place, root, points)
+        if is_found:
+            others = [unbent(*normal), bent_along_lines(self._heights, *normal)]
+            if few:
+                others.append(reweighted(self._heights, others[-1])[0])
+            candidates = others if self.flaw else [self._vector, *others]
+            self._vector = max(candidates, key=lambda each: each.elbo(self._heights, points))
+            self.flaw = ""
+        elif not self.effective >= LEAST:
+            names = ", ".join(map(repr, self.group.members))
+            share = f"{self.effective:.1%} of points about the mode of {names} are effective"
+            self.flaw = self.flaw or share
 
-        Center and root move to the means and deviations along these, so that the maps leave mean 0 and variance 1. They
-        are ``(*batch, numbers, 3, points)``.
-        """
-        numbers = self._center.shape[-1]
-        grid = grid_like(SIZE, self._center[..., 0])
-        ways = self._root.mT.movedim(-2, 0)
-        steps = grid.reshape(-1, *(1,) * ways.dim())
-        table = self._heights((self._center + steps * ways).flatten(0, 1))
-        table = table.unflatten(0, (SIZE, numbers)).movedim(1, -1)
-        table = torch.maximum(table, table.amax(0) - FLOOR)  # as slopes are of finite numbers
-        at, slopes = LineDensity(table, _slope_beside_jumps(table)).quantiles()
-        place = grid.reshape(-1, *(1,) * (at.dim() - 1)).expand_as(at)
-        bend = KnotTransform(torch.stack([at, place, slopes], -1).movedim(0, -1))
-        # moments by the trapezoidal rule
-        normal = torch.linspace(-HALF, HALF, 8 * SIZE, dtype=at.dtype, device=at.device)
-        weight = (-normal.square() / 2).exp()
-        normal = normal.reshape(-1, *(1,) * (at.dim() - 1))
-        moved = bend.bend(normal.expand(-1, *at.shape[1:]))[0]
-        weight = (weight / weight.sum()).reshape(normal.shape)
-        mean = (weight * moved).sum(0)
-        deviation = (weight * (moved - mean).square()).sum(0).sqrt()
-        self._center = self._center + times(self._root, mean)
-        self._root = self._root * deviation[..., None, :]
-        knots = [at, (place - mean) / deviation, slopes / deviation]
-        return torch.stack(knots, -1).movedim(0, -1)
-
-    def _check_tails(self) -> None:
+    def _has_open_tails(self) -> bool:
         """Notes a member along which the density does not fall far out, as that of an improper posterior."""
         # (sides, ways, *batch, numbers)
-        ways = torch.stack([self._root.mT, -self._root.mT]).movedim(-2, 1)
+        ways = torch.stack([self._vector.root.mT, -self._vector.root.mT]).movedim(-2, 1)
         tables = [
-            self._heights((self._center + far * ways).flatten(0, 1)).unflatten(0, (2, -1))
+            self._heights((self._vector.center + far * ways).flatten(0, 1)).unflatten(0, (2, -1))
             for far in TAIL
         ]
         # Where values overflow, what is known ends before.
@@ -278,43 +271,12 @@ class Collapsed:
         for near, far in zip(tables, tables[1:]):
             end = torch.where(far.isfinite(), near - far < FALL, end)
         ways_of_it = end.any(0).flatten(1).any(-1) if end.dim() > 2 else end.any(0)
-        if bool(ways_of_it.any()) and not self.flaw:
+        is_open = bool(ways_of_it.any())
+        if is_open and not self.flaw:
             names = ", ".join(map(repr, self.group.members))
             member = self._member(int(ways_of_it.nonzero()[0]))
             self.flaw = f"the log density of {names} does not fall far out, along {member}"
-
-    def _weigh(self) -> None:
-        """Moves center and root to mean and covariance of weighted points, and bends anew."""
-        numbers = self._center.shape[-1]
-        engine = torch.quasirandom.SobolEngine(numbers, scramble=True, seed=0)
-        uniform = engine.draw(POINTS, dtype=torch.float64).to(self._center.device)
-        normal = torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
-        normal = normal.reshape(-1, *(1,) * (self._center.dim() - 1), numbers)
-        for _ in range(ROUNDS):
-            points, log_q = self._at(normal.expand(-1, *self._center.shape))
-            log_weight = self._heights(points) - log_q
-            effective = _effective(log_weight)
-            self.effective = float(effective.min())
-            # by how much they differ from equal ones, whose mean and covariance are known
-            weights = (_tempered(log_weight) - 1 / len(points))[..., None]
-            off = points - self._center
-            moved = (weights * off).sum(0)
-            covariance = self._root @ self._root.mT
-            covariance = covariance + (weights * off).movedim(0, -1) @ off.movedim(0, -2)
-            covariance = covariance - moved[..., :, None] * moved[..., None, :]
-            root, failed = torch.linalg.cholesky_ex(covariance)
-            if bool((failed > 0).any()):
-                break
-            mean = self._center + moved
-            self._center, self._root = mean, root
-            if self.effective > ENOUGH:
-                break
-            self._knots = self._lines()
-            self._center, self._root = mean, root  # which weights tell better than lines
-        if not self.effective >= LEAST:
-            names = ", ".join(map(repr, self.group.members))
-            share = f"{self.effective:.1%} of points about the mode of {names} are effective"
-            self.flaw = self.flaw or share
+        return is_open
 
     # ---- conditionals
 
@@ -338,14 +300,14 @@ class Collapsed:
 
     def _conditionals(self) -> dict[str, _Conditional]:
         """Returns what the conditionals of all members are made of."""
-        lower, like = torch.linalg.inv(self._root).tril(), self._coordinates.like
+        lower, like = torch.linalg.inv(self._vector.root).tril(), self._coordinates.like
         found, first = {}, 0
         for i, (name, size) in enumerate(zip(self.group.members, self._coordinates.sizes)):
             rows, before = slice(first, first + size), slice(0, first)
-            block, center = lower[..., rows, rows], self._center[..., rows]
+            block, center = lower[..., rows, rows], self._vector.center[..., rows]
             slope = -torch.linalg.solve_triangular(block, lower[..., rows, before], upper=False)
-            center = center - times(slope, self._center[..., before])
-            bend = KnotTransform(self._knots[..., rows, :, :].to(like))
+            center = center - times(slope, self._vector.center[..., before])
+            bend = KnotTransform(self._vector.knots[..., rows, :, :].to(like))
             others = self.group.members[:i]
             found[name] = _Conditional(center, slope, block.to(like), bend, others)
             first += size
@@ -353,18 +315,13 @@ class Collapsed:
 
     def draw(self, count: int, batch: torch.Size) -> tuple[dict[str, Tensor], Tensor]:
         """Returns draws of the members, ``(count, *batch, *event)``, and their log density, ``(count, *batch)``."""
-        normal = torch.randn((count, *self._center.shape), dtype=torch.float64).to(self._center)
-        points, log_q = self._at(normal)
+        normal = torch.randn((count, *self._vector.center.shape), dtype=torch.float64).to(
+            self._vector.center
+        )
+        points, log_q = self._vector.at(normal)
         values = self._coordinates.values(points)
         log_q = log_q - self._coordinates.log_abs_det(points, values)
         return values, log_q.reshape(count, *batch)
-
-    def _at(self, normal: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the points ``(*lead, numbers)`` of standard Normal variables, and their log density in nats."""
-        bent, log_slope = KnotTransform(self._knots).bend(normal)
-        log_q = (-normal.square() / 2 - math.log(2 * math.pi) / 2 - log_slope).sum(-1)
-        log_det = self._root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return self._center + times(self._root, bent), log_q - log_det
 
 
 def _where_possible(run: Callable[[Tensor], Any], points: Tensor) -> Any:
@@ -381,33 +338,7 @@ def _where_possible(run: Callable[[Tensor], Any], points: Tensor) -> Any:
         return torch.full_like(points[..., 0], -torch.inf), torch.zeros_like(points)
 
 
-def _slope_beside_jumps(table: Tensor) -> Tensor:
-    """Returns the slopes of log densities on a grid, at the edge of a support those of the flatter side."""
-    step = 2 * HALF / (len(table) - 1)
-    rise = table.diff(dim=0) / step
-    left, right = torch.cat([rise[:1], rise]), torch.cat([rise, rise[-1:]])
-    flatter = torch.where(left.abs() < right.abs(), left, right)
-    return torch.where((left - right).abs() > JUMP, flatter, slope_of(table))
-
-
 def _taken(each: Tensor, best: Tensor) -> Tensor:
     """Returns for each data set ``(*batch)`` the search of an index along the first dim, ``(*batch, ...)``."""
     index = best.reshape((1, *best.shape) + (1,) * (each.dim() - 1 - best.dim()))
     return each.gather(0, index.expand((1, *each.shape[1:]))).squeeze(0)
-
-
-def _effective(log_weight: Tensor) -> Tensor:
-    """Returns the share of weighted points that are effective, ``(*batch)``."""
-    weights = log_weight.softmax(0)
-    return 1 / (len(weights) * weights.square().sum(0))
-
-
-def _tempered(log_weight: Tensor) -> Tensor:
-    """Returns weights that sum to 1, to a power at which `TEMPERED` of the points are effective, if fewer are."""
-    power = torch.ones_like(log_weight[0])
-    for _ in range(MOST_TEMPERED):
-        few = _effective(power * log_weight) < TEMPERED
-        if not bool(few.any()):
-            break
-        power = torch.where(few, 0.7 * power, power)
-    return (power * log_weight).softmax(0)
