@@ -23,7 +23,7 @@ __all__ = ["nearest_normal", "normal_points"]
 MOST_STEPS = 40
 ENOUGH = 1e-3  # nats that a step is to gain, for another one to follow
 NEAR = 0.1  # the same, from where no step may rise: of densities with kinks, averages over points have some as well
-LONGEST = 3.0  # deviations of a step of the center
+LONGEST = 3.0  # deviations of a first step of the center; each one that is taken whole doubles it
 CHANGE = 4.0  # by which a step widens or narrows a way's variance at most
 SHARES = 1.0, 0.3, 0.1, 0.03  # of a step, until one rises
 LOWEST = 1e3  # nats below the highest point, that stand for more
@@ -64,7 +64,7 @@ def nearest_normal(
     """
     points = points.to(center).reshape(len(points), *(1,) * (center.dim() - 1), -1)
     elbo, mean, curvature = _averages(slopes, center, root, points)
-    rise = torch.inf
+    rise, longest = torch.inf, LONGEST
     for _ in range(MOST_STEPS):
         values, vectors = torch.linalg.eigh(curvature)
         values = values.clamp(1 / CHANGE, CHANGE)
@@ -73,7 +73,7 @@ def nearest_normal(
         if rise < ENOUGH or bool((gain < ENOUGH).all()):
             break
         step = times(vectors, along / values)
-        step = step * (LONGEST / step.norm(dim=-1, keepdim=True)).clamp(max=1.0)
+        step = step * (longest / step.norm(dim=-1, keepdim=True)).clamp(max=1.0)
         for share in SHARES:
             wider = root @ (vectors * values[..., None, :].pow(-share / 2))
             trial = center + share * times(root, step), root_of(wider @ wider.mT)
@@ -83,6 +83,7 @@ def nearest_normal(
         else:
             break
         rise = float((found[0] - elbo).max())
+        longest = 2 * longest if share == 1.0 else LONGEST
         (center, root), (elbo, mean, curvature) = trial, found
     return center, root, bool((gain < NEAR).all())
 

@@ -95,6 +95,8 @@ def first_ones(
         return None
     if first.plates.partial or first.unread or first.found.hidden_randomness:
         return None
+    if not all(name in first.nodes for name in first.net.observed):
+        return None  # some evidence is hidden, as by `pyro.poutine.block`
     if any(bool((torch.as_tensor(nodes[n]["scale"]) != 1).any()) for n in (*order, *first.data)):
         return None
     known = {*first.net.observed, *rest}

@@ -10,7 +10,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import Predictive, Trace_ELBO
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.optim import ClippedAdam
 from torch.distributions import constraints
 
 from pyro_nami import AutoNaMIGuide
@@ -143,6 +144,8 @@ def test_where_a_model_fails_its_density_is_zero():
 )
 def test_what_is_no_picture_of_the_density_is_told(log_prob, reason, monkeypatch):
     monkeypatch.setattr(collapsed, "LEAST", 1.0)
+    monkeypatch.setattr(collapsed, "MUCH", 1.0)
+    monkeypatch.setattr(collapsed, "nearest_normal", lambda *_: (None, None, False))
 
     def flaw():
         try:
@@ -166,6 +169,55 @@ def robust(y):
 
 def line():
     return 1 + 2 * X + 0.3 * dist.StudentT(4.0).sample((40,))
+
+
+def test_a_model_of_scales_and_effects_begins_at_the_nearest_normal():
+    """Whose density has no highest point: it grows as the scale and all effects beside it fall."""
+    design = dist.Normal(0.0, 1.0).sample((12, 6))
+
+    def model(y):
+        scale = pyro.sample("scale", dist.HalfCauchy(1.0))
+        with pyro.plate("items", 12):
+            effect = pyro.sample("effect", dist.StudentT(4.0, 0.0, scale))
+            pyro.sample("y", dist.Bernoulli(logits=effect[..., None] + design).to_event(1), obs=y)
+
+    y = (design + 1.0 > 0).double()
+    guide = AutoNaMIGuide(model)
+    guide(y)
+    assert {note.rule for note in guide.rules.values()} == {"collapsed"}
+    elbo = Trace_ELBO(200, vectorize_particles=True, max_plate_nesting=1)
+    with torch.no_grad():
+        first = -elbo.loss(model, guide, y)
+    svi = SVI(
+        model,
+        guide,
+        ClippedAdam({"lr": 0.02, "lrd": 0.99}),
+        Trace_ELBO(8, vectorize_particles=True, max_plate_nesting=1),
+    )
+    for _ in range(300):
+        svi.step(y)
+    with torch.no_grad():
+        last = -elbo.loss(model, guide, y)
+    assert first > last - 2.0
+
+
+def test_evidence_that_is_hidden_is_not_taken_for_none():
+    def model(y):
+        weights = pyro.sample("weights", dist.StudentT(3.0, torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("rows", 40):
+            logits = (
+                weights[..., 0, None] + weights[..., 1, None] * X + weights[..., 2, None] * X**2
+            )
+            pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    y = (X > 0.2).double()
+    guide = AutoNaMIGuide(model)
+    guide(y)
+    assert guide.rules["weights"].rule == "collapsed"
+    pyro.clear_param_store()
+    guide = AutoNaMIGuide(poutine.block(model, hide=["y"]))
+    guide(y)
+    assert guide.rules["weights"].rule == "learned"
 
 
 def test_a_guide_begins_near_the_posterior():
