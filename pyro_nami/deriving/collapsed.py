@@ -148,7 +148,7 @@ class Collapsed:
         self.others = torch.empty(0)
         self._coordinates = coordinates
         self._log_density = log_density
-        mode = self._mode(starts, unit)
+        mode = self._mode(starts, unit, weighs)
         self._vector = bent_along_lines(self._heights, mode.place, root_of(mode.inverse))
         is_open = not is_proper and self._has_open_tails()
         if weighs and starts.shape[-1] > 1 and not is_open:
@@ -188,7 +188,7 @@ class Collapsed:
 
     # ---- the mode
 
-    def _mode(self, starts: Tensor, unit: Tensor) -> Ascent:
+    def _mode(self, starts: Tensor, unit: Tensor, weighs: bool) -> Ascent:
         """Returns the highest mode, and the inverse curvature there."""
         best = self._heights(starts).topk(min(STARTS, len(starts)), 0).indices
         starts = starts.gather(0, best[..., None].expand(*best.shape, starts.shape[-1]))
@@ -202,7 +202,8 @@ class Collapsed:
         best = found.height.where(is_mode | ~is_mode.any(0), -torch.inf).argmax(0)
         near = Ascent(*(_taken(each, best) for each in found))
         self.others = self._separate(found, near)
-        near = measured(self._heights, near)
+        if weighs:  # a point far out, where others have modes, takes many runs
+            near = measured(self._heights, near)
         self._near = root_of(near.inverse)
         mode, values = polish(self._slopes, near)
         if bool((values <= FLAT).any()):

@@ -54,10 +54,10 @@ CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
 MAX_ROUNDING = 0.3
 # numbers whose mode is searched for; the curvature of ten times as many takes 20 times a hundred runs at a point
 MOST_NUMBERS = 100
-# Where others have modes, which each point takes many runs for: numbers; elements of the others times data (at 1,200
-# the search takes 5 s, and half a nat less is lost; at 16,000 it takes 120 s); and draws of the prior to begin at.
+# Where others have modes, which each point takes many runs for: numbers; elements of the others times data (at 590,000
+# the search takes 10 s, and 800 nats less are lost); and draws of the prior to begin at.
 MOST_ITERATED = 12
-MOST_WORK = 2000
+MOST_WORK = 1_000_000
 FEW_STARTS = 16
 # nats that a grid may be off by, where a search for a mode fails, as at a time of change: networks are off by dozens
 MOST_ROUGH = 1.0
