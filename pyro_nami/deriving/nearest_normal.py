@@ -20,7 +20,7 @@ from pyro_nami.deriving.gaussian_levels import times
 
 __all__ = ["nearest_normal", "normal_points"]
 
-MOST_STEPS = 40
+MOST_STEPS = 60
 ENOUGH = 1e-3  # nats that a step is to gain, for another one to follow
 NEAR = 0.1  # the same, from where no step may rise: of densities with kinks, averages over points have some as well
 LONGEST = 3.0  # deviations of a first step of the center; each one that is taken whole doubles it

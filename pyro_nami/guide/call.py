@@ -21,7 +21,15 @@ from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.surroundings import Surroundings
 
-__all__ = ["Call", "Derived", "Reading", "TrainedAnswer", "sites_of", "target_of"]
+__all__ = [
+    "Call",
+    "Derived",
+    "Reading",
+    "TrainedAnswer",
+    "reference_values",
+    "sites_of",
+    "target_of",
+]
 
 
 class TrainedAnswer(NamedTuple):
@@ -158,19 +166,23 @@ def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
 
 def sites_of(call: Any, plan: Plan) -> Mapping[str, Any]:
     """Returns the sites of a run of the model on a call's arguments, at reference values of its latents."""
+    with torch.no_grad(), forked_rng():
+        found: Mapping[str, Any] = call.run(reference_values(plan))
+    return found
+
+
+def reference_values(plan: Plan) -> dict[str, Any]:
+    """Returns latent -> a function of its prior that gives its initial value, or a draw where it has another shape."""
 
     def reference(value: Tensor, fn: Any) -> Tensor:
         is_same = value.shape[value.dim() - len(fn.event_shape) :] == fn.event_shape
         return value.expand(fn.shape()) if is_same else fn.sample()
 
-    latents = {
+    return {
         name: functools.partial(reference, value)
         for name, value in plan.initial.items()
         if name not in plan.semi_observed
     }
-    with torch.no_grad(), forked_rng():
-        found: Mapping[str, Any] = call.run(latents)
-    return found
 
 
 def _extent(site: Mapping[str, Any]) -> tuple:
