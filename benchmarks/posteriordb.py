@@ -2,9 +2,10 @@
 
 A row is one posterior with flat priors written as wide `Uniform`s or as `ImproperUniform`s, and one seed: the largest
 error of a mean in reference standard deviations, and the largest relative error of a standard deviation, before the
-first step and after the last; CPU seconds of the first call and of a step; and what is learned. Run with::
+first step and after the last; CPU seconds of the first call and of a step; and what is learned. With ``--rates``, by
+how many nats the ELBO after 50 steps at a constant rate is below that after all steps, at three rates. Run with::
 
-    python benchmarks/posteriordb.py [--smoke] [--data FOLDER] [--steps 300] [--only NAME]
+    python benchmarks/posteriordb.py [--smoke] [--data FOLDER] [--steps 300] [--only NAME] [--seeds 1] [--rates]
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from pyro.optim import ClippedAdam
 
 from pyro_nami import AutoNaMIGuide
 
-RESULTS = Path(__file__).parent / "results" / "posteriordb.json"
+FOLDER = Path(__file__).parent / "results"
 SMOKE = ("eight_schools-eight_schools_noncentered", "kilpisjarvi_mod-kilpisjarvi")
 DRAWS, PARTICLES = 4000, 16
 RATE, LAST = 0.05, 0.01  # of ClippedAdam at first, and the share of it that is left at last
 SMOKE_STEPS = 5
 MOST_MEAN, MOST_SD = 0.1, 0.1  # errors that a user does not see in a table
+RATES, FEW_STEPS = (0.001, 0.01, 0.05), 50  # of `rate_gaps`
+ELBO_DRAWS = 2000
 
 
 def measured(posterior: Posterior, seed: int, steps: int) -> dict[str, Any]:
@@ -47,14 +50,39 @@ def measured(posterior: Posterior, seed: int, steps: int) -> dict[str, Any]:
     row["first"] = _errors(posterior, guide)
     start = time.process_time()
     if guide.num_parameters and steps:
-        decay = {"lr": RATE, "lrd": LAST ** (1 / steps)}
-        elbo = Trace_ELBO(PARTICLES, vectorize_particles=True, max_plate_nesting=2)
-        svi = SVI(posterior.model, guide, ClippedAdam(decay), elbo)
-        for _ in range(steps):
-            svi.step(*posterior.args)
+        _train(posterior, guide, RATE, steps, LAST)
         row["step"] = (time.process_time() - start) / steps
     row["last"] = _errors(posterior, guide)
     return row
+
+
+def rate_gaps(posterior: Posterior, seed: int, steps: int) -> dict[str, Any]:
+    """Returns the nats of the ELBO that are missing after few steps at each rate, of a guide that learns something."""
+    elbos = {}
+    for rate, count, last in ((RATE, steps, LAST), *((rate, FEW_STEPS, 1.0) for rate in RATES)):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(seed)
+        guide = AutoNaMIGuide(posterior.model)
+        guide(*posterior.args)
+        if not guide.num_parameters:
+            return {}
+        _train(posterior, guide, rate, count, last)
+        pyro.set_rng_seed(seed)
+        with torch.no_grad():
+            elbo = Trace_ELBO(ELBO_DRAWS, vectorize_particles=True, max_plate_nesting=2)
+            elbos[rate, count] = -elbo.loss(posterior.model, guide, *posterior.args)
+    final = elbos.pop((RATE, steps))
+    return {str(rate): final - elbo for (rate, _), elbo in elbos.items()}
+
+
+def _train(
+    posterior: Posterior, guide: AutoNaMIGuide, rate: float, steps: int, last: float
+) -> None:
+    elbo = Trace_ELBO(PARTICLES, vectorize_particles=True, max_plate_nesting=2)
+    decay = {"lr": rate, "lrd": last ** (1 / steps)}
+    svi = SVI(posterior.model, guide, ClippedAdam(decay), elbo)
+    for _ in range(steps):
+        svi.step(*posterior.args)
 
 
 def _errors(posterior: Posterior, guide: AutoNaMIGuide) -> list[Any]:
@@ -73,9 +101,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default="", help="posteriors whose names hold this")
+    parser.add_argument("--rates", action="store_true", help="compare ELBOs after few steps")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if given.rates:
+        return _compare_rates(given)
     head = ("first call", "mean", "sd", "step", "mean", "sd")
     print(f"{'posterior':44} {'prior':8}" + "".join(f"{each:>11}" for each in head))
     rows = []
@@ -90,7 +121,22 @@ def main() -> None:
         print(f"{moment}: {right} of {len(rows)} within {MOST_MEAN} sd and {MOST_SD:.0%}")
     if not (given.smoke or given.only):
         table = {"torch": torch.__version__, "draws": DRAWS, "steps": given.steps, "rows": rows}
-        RESULTS.write_text(json.dumps(table, indent=1) + "\n")
+        (FOLDER / "posteriordb.json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _compare_rates(given: argparse.Namespace) -> None:
+    """Prints by how much ELBOs after few steps are lower than in the end, and writes it."""
+    rows = []
+    for prior, posterior in _programs(given):
+        steps = SMOKE_STEPS if given.smoke else given.steps
+        for seed in range(given.seeds) if prior == "uniform" else ():
+            if gaps := rate_gaps(posterior, seed, steps):
+                rows.append({"posterior": posterior.name, "seed": seed, "gaps": gaps})
+                shown = " ".join(f"{gap:8.3f}" for gap in gaps.values())
+                print(f"{posterior.name:44} {shown}", flush=True)
+    if not (given.smoke or given.only):
+        table = {"torch": torch.__version__, "steps": [FEW_STEPS, given.steps], "rows": rows}
+        (FOLDER / "posteriordb_rates.json").write_text(json.dumps(table, indent=1) + "\n")
 
 
 def _programs(given: argparse.Namespace) -> Iterator[tuple[str, Posterior]]:
