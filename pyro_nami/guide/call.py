@@ -99,6 +99,12 @@ class Call:
         """All that the arguments hold, and the instances of subsampled plates."""
         return [*self.program.leaves(), *self.indices.values()]
 
+    @property
+    def sources(self) -> list[Any]:
+        """All that is derived from: what the arguments hold, and the observed values."""
+        known = {**self.held, **self.values}
+        return [*self.program.leaves(), *(known[name] for name in sorted(known))]
+
     def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Returns the sites of a hidden run of the model on this call's arguments and instances; see `Runner`."""
         return self.program.run(Runner(values, self.indices, **options))

@@ -27,6 +27,7 @@ from pyro_nami.deriving.gaussian_constants import Constants, FromConstants, cons
 from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.newton import Newton
 from pyro_nami.deriving.refutation import expansion_of
+from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.first_latents import first_conditionals
 from pyro_nami.guide.one_pass import Pass
@@ -48,7 +49,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         return first_conditionals(plan, call, current, group)
     key, constants = _key_of_data(plan, call, current, group), call.derived.constants or {}
     kept: Any = constants.get(key)
-    is_kept = kept is not None and kept.surroundings is call.derived.surroundings
+    is_kept = kept is not None and kept.holds(call)
     if key is None or not is_kept or kept.expansion is None:
         with forked_rng():  # as draws shall not depend on what was derived before
             expansion, sites = _derived(plan, call, current, group)
@@ -65,16 +66,22 @@ class _OfData(NamedTuple):
     """The conditionals of a group that depend on the data alone.
 
     Attributes:
-        surroundings: what the model read besides its arguments.
+        arguments: all that they were found from.
+        surroundings: what the model read besides these.
         expansion: what gives them; None if they depend on the model's parameters.
         near: the Normal about a mode that they were found from, if they were.
         sites: of the members.
     """
 
+    arguments: Arguments
     surroundings: Surroundings | None
     expansion: Expansion | None = None
     near: Newton | None = None
     sites: Mapping[str, Any] = {}
+
+    def holds(self, call: Call) -> bool:
+        """Whether a call has the same arguments and data, in the same surroundings."""
+        return self.surroundings is call.derived.surroundings and self.arguments.are(call.sources)
 
 
 def _key_of_data(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
@@ -102,20 +109,23 @@ def _keep(
     """Keeps the conditionals of a group for later steps, derived once more where they are to have no gradients."""
     group, around = key[0], call.derived.surroundings
     constants: Any = call.derived.constants
+    others = (each for each in constants.values() if isinstance(each, _OfData))
+    arguments = next((each.arguments for each in others if each.holds(call)), None)
+    arguments = arguments or Arguments(call.sources, kept=True)
     if expansion.differentiable:
         if not current.state.network.passes:
             return  # many guides are called once
         own = set(map(id, expansion.values.values()))
         densities = (expansion.density(sites, name) for name in expansion.until if name in sites)
         if any(id(leaf) not in own for leaf in parameters_of(*densities)):
-            constants[key] = _OfData(around)
+            constants[key] = _OfData(arguments, around)
             return
         with torch.no_grad():
             expansion, sites = _derived(plan, call, current, group)
     near = current.derived.near.get(group)
     members = {name: sites[name] for name in group.members}
     near = None if near is None else near.apart()
-    constants[key] = _OfData(around, expansion.apart(), near, members)
+    constants[key] = _OfData(arguments, around, expansion.apart(), near, members)
 
 
 def _derived(

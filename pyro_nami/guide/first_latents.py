@@ -52,7 +52,7 @@ __all__ = ["CHECKED_DRAWS", "check_first", "first_conditionals", "first_ones", "
 CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
 # nats more, where data are so large beside their noise that single precision tells no better
 MAX_ROUNDING = 0.3
-# numbers that a search is made for: one of 200 takes 5 to 10 s, and leaves 1 to 5 nats where networks begin with hundreds
+# numbers searched for: of 200 that takes 5 to 10 s, and leaves 1 to 5 nats where networks begin with hundreds
 MOST_NUMBERS = 200
 # Where others have modes, which each point takes many runs for: numbers; elements of the others times data (at 590,000
 # the search takes 10 s, and 800 nats less are lost); and draws of the prior to begin at.
@@ -158,7 +158,7 @@ def first_conditionals(plan: Plan, call: Call, current: Pass, group: ConjugateGr
     kept: _Found | None = call.derived.tables.get(group)
     joint = _Joint(plan, call, current)
     sites = None
-    if kept is not None and kept.arguments.are(_leaves(call)):
+    if kept is not None and kept.arguments.are(call.sources):
         sites = joint.sites_if_same(group, kept)
     if kept is None or sites is None:
         remedy = f"A guide with rules={dict.fromkeys(group.members, 'learned')} takes them."
@@ -174,12 +174,6 @@ def first_conditionals(plan: Plan, call: Call, current: Pass, group: ConjugateGr
         return found
     current.derived.sites.update(sites)
     return kept.conditionals
-
-
-def _leaves(call: Call) -> list[Any]:
-    """Returns all that the first latents' conditionals are made from."""
-    known = {**call.held, **call.values}
-    return [*call.program.leaves(), *(known[name] for name in sorted(known))]
 
 
 def log_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
@@ -318,7 +312,7 @@ class _Joint(NamedTuple):
 
     def found(self, group: ConjugateGroup) -> Any:
         """Returns the conditionals of a group, which are kept for calls with the same data."""
-        known = Arguments(_leaves(self.call), kept=True)
+        known = Arguments(self.call.sources, kept=True)
         found = self._conditionals(group)
         with _hidden():
             values, _ = found.draw(2, self.leading)

@@ -101,6 +101,23 @@ def test_they_follow_what_a_model_reads_besides_its_arguments():
             assert fn.mean.item() == pytest.approx((pseudo + 3) / (pseudo + 6), rel=1e-4)
 
 
+def test_they_follow_arguments_that_change_from_step_to_step():
+    """As a weight of the likelihood does that grows in training."""
+
+    def model(y, weight):
+        bias = pyro.sample("bias", dist.Beta(1.0, 1.0))
+        with pyro.plate("flips", len(y)), pyro.poutine.scale(scale=weight):
+            pyro.sample("y", dist.Bernoulli(bias), obs=y)
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    for weight in (0.1, 0.1, 0.5, 1.0, 1.0, 1.0):
+        loss = svi.step(LABELS, weight)
+        heads, tails = 1 + 3 * weight, 1 + 2 * weight
+        evidence = math.lgamma(heads) + math.lgamma(tails) - math.lgamma(heads + tails)
+        assert loss == pytest.approx(-evidence, abs=1e-3)
+
+
 def test_they_are_derived_anew_where_the_model_learns_parameters():
     def model(y):
         pseudo = pyro.param("pseudo", torch.tensor(1.0), constraint=dist.constraints.positive)
