@@ -120,6 +120,7 @@ class Collapsed:
             of values and data in nats, ``(points, *batch)``, differentiable in the values.
         is_proper: whether all priors are, so that there is a posterior.
         weighs: whether weighted points are to tell mean and covariance; lines through the mode do otherwise.
+        at_once: points of a run, at most.
 
     Attributes:
         finite: nothing, as `Expansion.finite` of what is always a number.
@@ -140,6 +141,7 @@ class Collapsed:
         log_density: Callable[[Mapping[str, Tensor]], Tensor],
         is_proper: bool = True,
         weighs: bool = True,
+        at_once: int = AT_ONCE,
     ) -> None:
         self.group = group
         self.finite: dict[str, Tensor] = {}
@@ -148,6 +150,7 @@ class Collapsed:
         self.others = torch.empty(0)
         self._coordinates = coordinates
         self._log_density = log_density
+        self._at_once = min(at_once, AT_ONCE)
         mode = self._mode(starts, unit, weighs)
         self._vector = bent_along_lines(self._heights, mode.place, root_of(mode.inverse))
         is_open = not is_proper and self._has_open_tails()
@@ -171,11 +174,13 @@ class Collapsed:
             with torch.no_grad():
                 return (self._log_prob(points),)
 
-        return torch.cat([_where_possible(run, part)[0] for part in points.split(AT_ONCE)])
+        return torch.cat([_where_possible(run, part)[0] for part in points.split(self._at_once)])
 
     def _slopes(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the log density at points, and its derivatives; both for `ascend`."""
-        return _where_possible(self._risen, points)
+        parts = [_where_possible(self._risen, part) for part in points.split(self._at_once)]
+        height, slope = map(torch.cat, zip(*parts))
+        return height, slope
 
     def _risen(self, points: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():

@@ -370,7 +370,11 @@ class _Joint(NamedTuple):
             raise ValueError(f"draws of {quoted(group.members)} from their priors are not finite")
         unit = points.std(0).clamp(min=torch.finfo(points.dtype).eps ** 0.5)
         starts = points.reshape(len(points), *(1,) * len(batch), -1).expand(-1, *batch, -1)
-        options = {"is_proper": is_proper, "weighs": all(group.is_exact for group in others)}
+        options: dict[str, Any] = {
+            "is_proper": is_proper,
+            "weighs": all(group.is_exact for group in others),
+            "at_once": rows_in_memory(self.rows()),
+        }
         return Collapsed(group, coordinates, starts, unit, self.log_density, **options)
 
     def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
