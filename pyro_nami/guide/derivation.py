@@ -87,12 +87,12 @@ class _OfData(NamedTuple):
 def _key_of_data(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     """Returns the key of a group whose conditionals are found once for the data of training; None for others.
 
-    They depend on nothing that is drawn before or learned, as far as is known.
+    They depend on nothing that is drawn before, and the model states no parameters.
     """
     derived = call.derived
     is_given = group.needed or group.bound or group.in_turn or current.derived.observed
     is_known = derived.is_fixed and derived.constants is not None and derived.surroundings
-    if is_given or not is_known or call.lacking or torch.jit.is_tracing():
+    if is_given or plan.learns or not is_known or call.lacking or torch.jit.is_tracing():
         return None
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, plan.plates.nesting)
     return group, leading, "of data"

@@ -396,7 +396,7 @@ class _Joint(NamedTuple):
 
         A run of the model tells, where its surroundings may have changed.
         """
-        around = self.call.derived.surroundings
+        around = None if self.plan.learns else self.call.derived.surroundings
         if around is not None and around is kept.surroundings:
             return dict(kept.sites)
         with _hidden():  # as a blocked model draws what it hides

@@ -101,6 +101,7 @@ class Plan:
     map_plans: tuple[MapPlan, ...]  # how a call's index maps are found
     factory: Mapping[str, Any]  # dtype and device of the networks
     vectorized: bool  # whether the model is one for one draw, and mapped over draws
+    learns: bool  # whether the model has parameters of its own
 
     def for_many(self, model: Callable) -> Callable:
         """Returns the model as the plan's rules run it."""

@@ -72,6 +72,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         map_plans=first.found.map_plans,
         factory=first.factory(order.latents),
         vectorized=isinstance(first.program.model, Vectorized),
+        learns=any(site["type"] == "param" for site in nodes.values()),
     )
 
 

@@ -135,6 +135,24 @@ def test_they_are_derived_anew_where_the_model_learns_parameters():
     assert losses[-1] == pytest.approx(math.log((pseudo + 5) / pseudo), abs=0.02)
 
 
+def test_they_follow_parameters_that_the_model_detaches():
+    def model(y):
+        pseudo = pyro.param("pseudo", torch.tensor(1.0), constraint=dist.constraints.positive)
+        bias = pyro.sample("bias", dist.Beta(pseudo.detach(), 1.0))
+        with pyro.plate("flips", len(y)):
+            pyro.sample("y", dist.Bernoulli(bias), obs=y)
+        pyro.factor("penalty", -(pseudo - 5).square())
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.1}), Trace_ELBO())
+    for _ in range(60):
+        svi.step(LABELS)
+    pseudo = pyro.param("pseudo").item()
+    with torch.no_grad():
+        fn = pyro.poutine.trace(guide).get_trace(LABELS).nodes["bias"]["fn"]
+    assert pseudo > 3 and fn.mean.item() == pytest.approx((pseudo + 3) / (pseudo + 6), rel=1e-4)
+
+
 def test_a_step_has_the_gradient_of_a_guide_that_derives_anew():
     guides = [AutoNaMIGuide(labels), AutoNaMIGuide(labels)]
     found = []
