@@ -109,12 +109,15 @@ def _keep(
     """Keeps the conditionals of a group for later steps, derived once more where they are to have no gradients."""
     group, around = key[0], call.derived.surroundings
     constants: Any = call.derived.constants
+    if expansion.differentiable:
+        before, constants[key, "before"] = constants.get((key, "before")), Arguments(call.sources)
+        is_first = before is None or not before.are(call.sources)
+        if is_first or not current.state.network.passes:
+            return  # many guides are called once, or with a number that changes in every step
     others = (each for each in constants.values() if isinstance(each, _OfData))
     arguments = next((each.arguments for each in others if each.holds(call)), None)
     arguments = arguments or Arguments(call.sources, kept=True)
     if expansion.differentiable:
-        if not current.state.network.passes:
-            return  # many guides are called once
         own = set(map(id, expansion.values.values()))
         densities = (expansion.density(sites, name) for name in expansion.until if name in sites)
         if any(id(leaf) not in own for leaf in parameters_of(*densities)):

@@ -141,6 +141,8 @@ def _fits_search(first: FirstCall, rest: Sequence[str], groups: Collection[Conju
     Where others have modes, these are searched for at each point, so that there are to be few rows, too.
     """
     options = first.options
+    if any(first.nodes[name]["value"].dtype.itemsize < 4 for name in rest):
+        return False  # in half precision no triangular system is solved
     is_once = not options.simulated and options.mode in (None, Mode.FIXED)
     is_once = is_once and not first.is_compiled
     numbers = sum(math.prod(first.nodes[name]["fn"].shape()) for name in rest)

@@ -119,7 +119,7 @@ def test_guides_trained_on_data_couple_all():
         z = pyro.sample("z", dist.Laplace(torch.zeros(4), 1.0).to_event(1))
         pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=torch.zeros(4))
 
-    guide = AutoNaMIGuide(model)
+    guide = AutoNaMIGuide(model, rules={"z": "learned"})
     guide()
     assert (
         guide._made().learned["z"].factor.parts == {} and guide._made().learned["z"].factor.coupled
