@@ -34,7 +34,10 @@ STARTS = 4  # of searches for a mode
 AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
 MUCH = 0.5  # share of effective points below which a search for the nearest Normal pays
 FEWEST_PAIRS = 128  # of points for that
-NARROW = 0.1  # deviations of priors, of where it begins if there is no mode
+NARROW = (
+    0.1,
+    3e-3,
+)  # of the spread of priors, where it begins if there is no mode: Cauchy ones are wide
 LEAST = 0.05  # share below which points about a mode are no picture of the density
 LEAST_GAIN = 0.1  # nats that a step would still gain, where no mode was found
 DEPTH = 5.0  # nats below the highest mode, from where the mass about others is small
@@ -155,7 +158,7 @@ class Collapsed:
         self._vector = bent_along_lines(self._heights, mode.place, root_of(mode.inverse))
         is_open = not is_proper and self._has_open_tails()
         if weighs and starts.shape[-1] > 1 and not is_open:
-            self._improve(mode, starts, unit)
+            self._improve(mode, starts)
         self._own = self._conditionals()
 
     # ---- the density
@@ -239,19 +242,23 @@ class Collapsed:
 
     # ---- beside the mode
 
-    def _improve(self, mode: Ascent, starts: Tensor, unit: Tensor) -> None:
+    def _improve(self, mode: Ascent, starts: Tensor) -> None:
         """Goes over to what has the highest ELBO of what weighted points tell, and the nearest Normal."""
         few = starts.shape[-1] <= MOST_WEIGHED
         if few and not self.flaw:
             self._vector, self.effective = reweighted(self._heights, self._vector)
             if self.effective > MUCH:
                 return
-        place, root = mode.place, self._near
+        points = normal_points(max(FEWEST_PAIRS, starts.shape[-1]), starts.shape[-1])
+        place, roots = mode.place, [self._near]
         if self.flaw:  # that is no mode
             place = _taken(starts, self._heights(starts).argmax(0))
-            root = (NARROW * unit).diag_embed().expand_as(root)
-        points = normal_points(max(FEWEST_PAIRS, starts.shape[-1]), starts.shape[-1])
-        *normal, is_found = nearest_normal(self._slopes, place, root, points)
+            spread = (starts - starts.median(0).values).abs().median(0).values
+            roots = [(narrow * spread).diag_embed() for narrow in NARROW]
+        for root in roots:
+            *normal, is_found = nearest_normal(self._slopes, place, root, points)
+            if is_found:
+                break
         if is_found:
             others = [unbent(*normal), bent_along_lines(self._heights, *normal)]
             if few:

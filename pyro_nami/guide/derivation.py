@@ -68,7 +68,7 @@ class _OfData(NamedTuple):
     Attributes:
         arguments: all that they were found from.
         surroundings: what the model read besides these.
-        expansion: what gives them; None if they depend on the model's parameters.
+        expansion: the derived group; None if its conditionals depend on the model's parameters.
         near: the Normal about a mode that they were found from, if they were.
         sites: of the members.
     """
@@ -90,9 +90,10 @@ def _key_of_data(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -
     They depend on nothing that is drawn before, and the model states no parameters.
     """
     derived = call.derived
-    is_given = group.needed or group.bound or group.in_turn or current.derived.observed
-    is_known = derived.is_fixed and derived.constants is not None and derived.surroundings
-    if is_given or plan.learns or not is_known or call.lacking or torch.jit.is_tracing():
+    depends = group.needed or group.bound or group.in_turn or plan.learns
+    changes = call.lacking or current.derived.observed or torch.jit.is_tracing()
+    is_fixed = derived.is_fixed and derived.constants is not None and derived.surroundings
+    if depends or changes or not is_fixed:
         return None
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, plan.plates.nesting)
     return group, leading, "of data"
@@ -106,14 +107,18 @@ def _keep(
     call: Call,
     current: Pass,
 ) -> None:
-    """Keeps the conditionals of a group for later steps, derived once more where they are to have no gradients."""
+    """Keeps the conditionals of a group for later calls.
+
+    In training they are derived once more, without gradients, when arguments come for the second time. A guide that is
+    called once, or with a number that changes in each step, derives them no more often than it draws.
+    """
     group, around = key[0], call.derived.surroundings
     constants: Any = call.derived.constants
     if expansion.differentiable:
         before, constants[key, "before"] = constants.get((key, "before")), Arguments(call.sources)
         is_first = before is None or not before.are(call.sources)
         if is_first or not current.state.network.passes:
-            return  # many guides are called once, or with a number that changes in every step
+            return
     others = (each for each in constants.values() if isinstance(each, _OfData))
     arguments = next((each.arguments for each in others if each.holds(call)), None)
     arguments = arguments or Arguments(call.sources, kept=True)

@@ -201,6 +201,28 @@ def test_a_model_of_scales_and_effects_begins_at_the_nearest_normal():
     assert first > last - 2.0
 
 
+def test_priors_that_are_wide_are_no_matter_where_there_is_no_mode():
+    """Written for one draw: counts of eight shops, whose rate is the exponential of a Cauchy intercept."""
+    shop = torch.arange(40) % 8
+
+    def model(y):
+        scale = pyro.sample("scale", dist.HalfCauchy(1.0))
+        intercept = pyro.sample("intercept", dist.Cauchy(0.0, 20.0))
+        with pyro.plate("shops", 8):
+            effect = pyro.sample("effect", dist.StudentT(4.0, 0.0, scale))
+        with pyro.plate("rows", 40):
+            log_rate = (intercept + effect[shop]).clamp(max=12.0)
+            pyro.sample("y", dist.Poisson(log_rate.exp()), obs=y)
+
+    y = torch.tensor([1.0, 2.0, 0.0, 3.0, 2.0, 5.0, 1.0, 2.0]).repeat(5)
+    guide = AutoNaMIGuide(model)
+    guide(y)
+    assert {note.rule for note in guide.rules.values()} == {"collapsed"}
+    with torch.no_grad():
+        draws = torch.stack([guide(y)["intercept"] for _ in range(400)])
+    assert draws.mean() == pytest.approx(math.log(2), abs=0.3) and draws.std() < 0.5
+
+
 def test_evidence_that_is_hidden_is_not_taken_for_none():
     def model(y):
         weights = pyro.sample("weights", dist.StudentT(3.0, torch.zeros(3), 1.0).to_event(1))
