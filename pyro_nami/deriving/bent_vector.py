@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_nami.deriving.gaussian_levels import times
 from pyro_nami.deriving.grids import FLOOR, HALF, SIZE, LineDensity, grid_like, slope_of
-from pyro_nami.deriving.nearest_normal import LOWEST
+from pyro_nami.deriving.nearest_normal import LOWEST, quasi_normal
 from pyro_nami.factors.knots import KnotTransform
 
 __all__ = ["BentVector", "bent_along_lines", "effective_share", "reweighted", "unbent"]
@@ -101,9 +101,7 @@ def bent_along_lines(heights: Heights, center: Tensor, root: Tensor) -> BentVect
 def reweighted(heights: Heights, found: BentVector) -> tuple[BentVector, float]:
     """Returns a vector with mean and covariance of weighted points, bent anew; and the share that was effective."""
     numbers = found.center.shape[-1]
-    engine = torch.quasirandom.SobolEngine(numbers, scramble=True, seed=0)
-    uniform = engine.draw(POINTS, dtype=torch.float64).to(found.center.device)
-    normal = torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
+    normal = quasi_normal(POINTS, numbers).to(found.center)
     normal = normal.reshape(-1, *(1,) * (found.center.dim() - 1), numbers)
     effective = 1.0
     for _ in range(ROUNDS):
