@@ -243,7 +243,10 @@ class Collapsed:
     # ---- beside the mode
 
     def _improve(self, mode: Ascent, starts: Tensor) -> None:
-        """Goes over to what has the highest ELBO of what weighted points tell, and the nearest Normal."""
+        """Takes the vector with the highest ELBO: about the mode, by weighted points, or the nearest Normal, bent or not.
+
+        It begins at the mode; if there is none, at the likeliest draw of the priors, with a narrow Normal.
+        """
         few = starts.shape[-1] <= MOST_WEIGHED
         if few and not self.flaw:
             self._vector, self.effective = reweighted(self._heights, self._vector)

@@ -21,12 +21,16 @@ from pyro_nami.deriving.gaussian_levels import times
 __all__ = ["nearest_normal", "normal_points", "quasi_normal"]
 
 MOST_STEPS = 60  # 10 to 20 are usual, 40 for 200 numbers
-ENOUGH = 1e-3  # nats that a step is to gain, for another one to follow
-NEAR = 0.1  # the same, from where no step may rise: of densities with kinks, averages over points have some as well
-LONGEST = 3.0  # deviations of a first step of the center; each one that is taken whole doubles it
-CHANGE = 4.0  # by which a step widens or narrows a way's variance at most
-SHARES = 1.0, 0.3, 0.1, 0.03  # of a step, until one rises
-LOWEST = 1e3  # nats below the highest point, that stand for more
+ENOUGH = 1e-3  # nats that a step has to gain for another one to follow
+# nats that a further step may still promise at the end: of a density with kinks the average over points has kinks, too,
+# and no step rises from one
+NEAR = 0.1
+LONGEST = 3.0  # deviations that the center moves at most in a first step; each step that is taken whole doubles that
+CHANGE = 4.0  # factor by which a step widens or narrows the variance along an eigenvector at most
+SHARES = 1.0, 0.3, 0.1, 0.03  # of a step, tried until the ELBO rises
+LOWEST = (
+    1e3  # nats below the highest point: the height of all points that are lower, or have no density
+)
 TAIL = 1e-9  # probability beyond the outermost draw, as rounding makes some 0 or 1
 
 

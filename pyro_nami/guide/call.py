@@ -101,7 +101,7 @@ class Call:
 
     @property
     def sources(self) -> list[Any]:
-        """All that is derived from: what the arguments hold, and the observed values."""
+        """What the results of this call are derived from: the contents of its arguments, and the observed values."""
         known = {**self.held, **self.values}
         return [*self.program.leaves(), *(known[name] for name in sorted(known))]
 

@@ -202,25 +202,30 @@ def test_a_model_of_scales_and_effects_begins_at_the_nearest_normal():
 
 
 def test_priors_that_are_wide_are_no_matter_where_there_is_no_mode():
-    """Written for one draw: counts of eight shops, whose rate is the exponential of a Cauchy intercept."""
-    shop = torch.arange(40) % 8
+    """Counts of eight shops, written for one draw: the rate is the exponential of a Cauchy intercept and effects."""
+    torch.set_default_dtype(torch.float32)
+    pyro.set_rng_seed(1)
+    x = torch.stack([torch.rand(80), torch.arange(80) % 8.0], -1)
+    effects = 0.5 * torch.randn(8)
+    y = dist.Poisson((0.5 + 0.6 * x[:, 0] + effects[x[:, 1].long()]).exp()).sample()
 
-    def model(y):
+    def model(x, y):
         scale = pyro.sample("scale", dist.HalfCauchy(1.0))
-        intercept = pyro.sample("intercept", dist.Cauchy(0.0, 20.0))
+        intercept = pyro.sample("intercept", dist.Cauchy(0.0, 2.0))
+        slope = pyro.sample("slope", dist.Laplace(0.0, 1.0))
         with pyro.plate("shops", 8):
             effect = pyro.sample("effect", dist.StudentT(4.0, 0.0, scale))
-        with pyro.plate("rows", 40):
-            log_rate = (intercept + effect[shop]).clamp(max=12.0)
-            pyro.sample("y", dist.Poisson(log_rate.exp()), obs=y)
+        with pyro.plate("rows", len(x)):
+            log_rate = intercept + slope * x[:, 0] + effect[x[:, 1].long()]
+            pyro.sample("y", dist.Poisson(log_rate.clamp(max=12).exp()), obs=y)
 
-    y = torch.tensor([1.0, 2.0, 0.0, 3.0, 2.0, 5.0, 1.0, 2.0]).repeat(5)
     guide = AutoNaMIGuide(model)
-    guide(y)
+    guide(x, y)
     assert {note.rule for note in guide.rules.values()} == {"collapsed"}
     with torch.no_grad():
-        draws = torch.stack([guide(y)["intercept"] for _ in range(400)])
-    assert draws.mean() == pytest.approx(math.log(2), abs=0.3) and draws.std() < 0.5
+        draws = [guide(x, y) for _ in range(400)]
+    rate = torch.stack([draw["intercept"] + draw["slope"] * x[:, 0].mean() for draw in draws])
+    assert abs(float(rate.mean() - y.mean().log())) < 0.4 and float(rate.std()) < 0.5
 
 
 def test_evidence_that_is_hidden_is_not_taken_for_none():
