@@ -243,9 +243,9 @@ class Collapsed:
     # ---- beside the mode
 
     def _improve(self, mode: Ascent, starts: Tensor) -> None:
-        """Takes the vector with the highest ELBO: about the mode, by weighted points, or the nearest Normal, bent or not.
+        """Takes the vector with the highest ELBO: that of weighted points, or the nearest Normal, bent or not.
 
-        It begins at the mode; if there is none, at the likeliest draw of the priors, with a narrow Normal.
+        The search for the nearest Normal begins at the mode; without one at the likeliest draw of the priors.
         """
         few = starts.shape[-1] <= MOST_WEIGHED
         if few and not self.flaw:
