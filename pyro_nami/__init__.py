@@ -29,6 +29,7 @@ from pyro_nami.factors import (
     register_family,
     relaxed,
 )
+from pyro_nami.fit import Interrupted, Posterior, Verdict, fit
 from pyro_nami.graph import (
     BayesNet,
     Inverse,
@@ -69,11 +70,14 @@ __all__ = [
     "ExponentialDecay",
     "Family",
     "InferenceCompilation",
+    "Interrupted",
     "Inverse",
     "IterativeELBO",
     "NoisyOr",
+    "Posterior",
     "RelaxedELBO",
     "Site",
+    "Verdict",
     "Verification",
     "WeightedSamples",
     "amortization_gap",
@@ -82,6 +86,7 @@ __all__ = [
     "calibrate",
     "diagnose",
     "extract_bayesnet",
+    "fit",
     "flow",
     "from_simulator",
     "fully_connected",

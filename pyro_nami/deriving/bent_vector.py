@@ -50,6 +50,14 @@ class BentVector(NamedTuple):
         log_det = self.root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return self.center + times(self.root, bent), log_q - log_det
 
+    def log_prob(self, points: Tensor) -> Tensor:
+        """Returns the log density of points ``(*lead, numbers)``, in nats."""
+        off = (points - self.center).unsqueeze(-1)
+        bent = torch.linalg.solve_triangular(self.root, off, upper=False).squeeze(-1)
+        normal, log_slope = KnotTransform(self.knots).straighten(bent)
+        log_q = (-normal.square() / 2 - math.log(2 * math.pi) / 2 - log_slope).sum(-1)
+        return log_q - self.root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
     def elbo(self, heights: Heights, normal: Tensor) -> float:
         """Returns the ELBO in nats, by an average over standard Normal variables ``(points, numbers)``."""
         normal = normal.reshape(len(normal), *(1,) * (self.center.dim() - 1), -1)

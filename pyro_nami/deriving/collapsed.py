@@ -12,23 +12,25 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_nami.deriving.ascent import Ascent, ascend, measured, polish, root_of
-from pyro_nami.deriving.bent_vector import bent_along_lines, reweighted, unbent
+from pyro_nami.deriving.bent_vector import BentVector, bent_along_lines, reweighted, unbent
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import trimmed
 from pyro_nami.deriving.gaussian_levels import times
 from pyro_nami.deriving.nearest_normal import nearest_normal, normal_points
-from pyro_nami.factors.joint_normal import JointNormal
+from pyro_nami.deriving.vector_mixture import adapted_mixture
+from pyro_nami.factors.joint_normal import JointNormal, MixedNormals
 from pyro_nami.factors.knots import KnotTransform
 
-__all__ = ["Collapsed", "LatentVector"]
+__all__ = ["OPEN", "Collapsed", "LatentVector"]
 
+MOST_MIXED = 12  # numbers of a mixture, whose parts are found by weights of nearby points
 MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, few points have most of the weight
 STARTS = 4  # of searches for a mode
 AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
@@ -44,6 +46,7 @@ DEPTH = 5.0  # nats below the highest mode, from where the mass about others is 
 BETWEEN = 1.0  # nats by which the density falls between two modes, at least
 TAIL = 1.0, 2.0, 4.0, 8.0  # deviations, between which a density falls if it has an end
 FALL = 0.5  # nats by which it does at least: a Cauchy variable's falls by 1.4 between the last
+OPEN = "does not fall"  # in the flaw of a density that has no end
 FLAT = 1e-4  # curvature, in units of the estimate that a search leaves, below which a density does not fall
 
 
@@ -159,7 +162,7 @@ class Collapsed:
         is_open = not is_proper and self._has_open_tails()
         if weighs and starts.shape[-1] > 1 and not is_open:
             self._improve(mode, starts)
-        self._own = self._conditionals()
+        self._take([self._vector], torch.zeros(1).to(self._vector.center))
 
     # ---- the density
 
@@ -209,27 +212,28 @@ class Collapsed:
         is_mode = (found.gain < LEAST_GAIN) & found.height.isfinite()
         best = found.height.where(is_mode | ~is_mode.any(0), -torch.inf).argmax(0)
         near = Ascent(*(_taken(each, best) for each in found))
-        self.others = self._separate(found, near)
+        is_other = self._are_separate(found, near)
+        self.others = (near.height - found.height)[is_other]
+        self._further = [Ascent(*(part[i] for part in found)) for i in is_other.reshape(len(found.height), -1).any(1).nonzero().flatten().tolist()]
         if weighs:  # a point far out, where others have modes, takes many runs
             near = measured(self._heights, near)
         self._near = root_of(near.inverse)
         mode, values = polish(self._slopes, near)
         if bool((values <= FLAT).any()):
             way = self._name_of(mode.inverse.diagonal(dim1=-2, dim2=-1).sqrt() / unit)
-            self.flaw = f"the log density of {names} does not fall to all sides of where it is highest, along {way}"
+            self.flaw = f"the log density of {names} {OPEN} to all sides of where it is highest, along {way}"
         elif bool((mode.gain > LEAST_GAIN).any()):
             self.flaw = f"no mode of the log density of {names} was found"
         return mode
 
-    def _separate(self, found: Ascent, near: Ascent) -> Tensor:
-        """Returns by how many nats other modes are lower than the highest one, at least, where they may count.
+    def _are_separate(self, found: Ascent, near: Ascent) -> Tensor:
+        """Returns which searches ended at modes of their own, beside the highest one, that may count.
 
         Between two modes the log density falls.
         """
-        lower = near.height - found.height
-        few = (found.gain < LEAST_GAIN) & (lower < DEPTH)
+        may_count = (found.gain < LEAST_GAIN) & (near.height - found.height < DEPTH)
         between = self._heights((found.place + near.place) / 2)
-        return lower[few & (between < found.height - BETWEEN)]
+        return may_count & (between < found.height - BETWEEN)
 
     def _name_of(self, share: Tensor) -> str:
         """Returns the member with the largest of some numbers."""
@@ -291,22 +295,43 @@ class Collapsed:
         if is_open and not self.flaw:
             names = ", ".join(map(repr, self.group.members))
             member = self._member(int(ways_of_it.nonzero()[0]))
-            self.flaw = f"the log density of {names} does not fall far out, along {member}"
+            self.flaw = f"the log density of {names} {OPEN} far out, along {member}"
         return is_open
 
     # ---- conditionals
 
+    def mix(self) -> None:
+        """Adds parts where importance weights are large, and about further modes: for draws that are weighted."""
+        if self._vector.center.shape[-1] <= MOST_MIXED and not self.flaw:
+            modes = [unbent(each.place, root_of(each.inverse)) for each in self._further]
+            self._take(*adapted_mixture(self._heights, [self._vector, *modes]))
+
+    def _take(self, vectors: Sequence[BentVector], log_shares: Tensor) -> None:
+        """Takes a mixture of vectors, by shares ``(vectors,)``."""
+        self._parts = [self._conditionals(vector) for vector in vectors]
+        self._log_shares = log_shares
+
     def conditional(
         self, name: str, values: Mapping[str, Tensor], dims: int | None = None
-    ) -> JointNormal:
+    ) -> JointNormal | MixedNormals:
         """Returns a member's conditional in unconstrained space, as `Expansion.conditional` does."""
-        coordinates, own = self._coordinates, self._own[name]
-        center, plates = own.center, coordinates.plates[name]
-        if own.before:
-            known = [coordinates.numbers(other, values[other]) for other in own.before]
-            lead = torch.broadcast_shapes(*(each.shape[:-1] for each in known))
-            off = torch.cat([each.expand(lead + each.shape[-1:]) for each in known], -1)
-            center = center + times(own.slope, off)
+        parts = [self._given(part[name], name, values, dims) for part in self._parts]
+        if len(parts) == 1:
+            return parts[0]
+        before = self._parts[0][name].before
+        likely = [sum(self._log_q(part[other], other, values) for other in before) for part in self._parts]
+        log_shares = self._log_shares + torch.stack(list(map(torch.as_tensor, likely)), -1)
+        log_shares = log_shares.log_softmax(-1)
+        lead = None if dims is None else max(0, dims - len(self._coordinates.plates[name]))
+        shape = trimmed(log_shares.shape[:-1], lead)
+        return MixedNormals(log_shares.reshape(*shape, -1).to(self._coordinates.like), parts)
+
+    def _given(
+        self, own: _Conditional, name: str, values: Mapping[str, Tensor], dims: int | None
+    ) -> JointNormal:
+        """Returns a part's conditional of a member."""
+        coordinates = self._coordinates
+        center, plates = self._center(own, values), coordinates.plates[name]
         lead = trimmed(center.shape[:-1], None if dims is None else max(0, dims - len(plates)))
         if dims is not None and not lead:
             plates = plates[max(0, len(plates) - dims) :]
@@ -314,16 +339,32 @@ class Collapsed:
         center = center.reshape(lead + center.shape[-1:]).to(coordinates.like)
         return JointNormal(center, own.lower, held, 0, bend=own.bend)
 
-    def _conditionals(self) -> dict[str, _Conditional]:
+    def _center(self, own: _Conditional, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns where a conditional is, given members before, ``(*lead, numbers)``."""
+        if not own.before:
+            return own.center
+        known = [self._coordinates.numbers(other, values[other]) for other in own.before]
+        lead = torch.broadcast_shapes(*(each.shape[:-1] for each in known))
+        off = torch.cat([each.expand(lead + each.shape[-1:]) for each in known], -1)
+        return own.center + times(own.slope, off)
+
+    def _log_q(self, own: _Conditional, name: str, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the log density of a member's value by a part's conditional, ``(*lead)``."""
+        off = self._coordinates.numbers(name, values[name]) - self._center(own, values)
+        normal, log_slope = own.bend.straighten(times(own.lower, off))
+        log_det = own.lower.diagonal(dim1=-2, dim2=-1).log()
+        return (-normal.square() / 2 - log_slope + log_det).sum(-1)
+
+    def _conditionals(self, vector: BentVector) -> dict[str, _Conditional]:
         """Returns what the conditionals of all members are made of."""
-        lower, like = torch.linalg.inv(self._vector.root).tril(), self._coordinates.like
+        lower, like = torch.linalg.inv(vector.root).tril(), self._coordinates.like
         found, first = {}, 0
         for i, (name, size) in enumerate(zip(self.group.members, self._coordinates.sizes)):
             rows, before = slice(first, first + size), slice(0, first)
-            block, center = lower[..., rows, rows], self._vector.center[..., rows]
+            block, center = lower[..., rows, rows], vector.center[..., rows]
             slope = -torch.linalg.solve_triangular(block, lower[..., rows, before], upper=False)
-            center = center - times(slope, self._vector.center[..., before])
-            bend = KnotTransform(self._vector.knots[..., rows, :, :].to(like))
+            center = center - times(slope, vector.center[..., before])
+            bend = KnotTransform(vector.knots[..., rows, :, :].to(like))
             others = self.group.members[:i]
             found[name] = _Conditional(center, slope, block.to(like), bend, others)
             first += size

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
@@ -14,7 +16,7 @@ from pyro_nami.factors.elements import LatestDraw, draw_elements
 from pyro_nami.factors.knots import KnotTransform
 from pyro_nami.factors.path_scored import PathScored
 
-__all__ = ["JointNormal", "joint_normal"]
+__all__ = ["JointNormal", "MixedNormals", "joint_normal"]
 
 
 class JointNormal(PathScored):
@@ -82,6 +84,17 @@ class JointNormal(PathScored):
         wide = self._made(loc, self._elements)
         wide.fixed = self.fixed
         return wide
+
+    @property
+    def held(self) -> torch.Size:
+        """The shape in which a site holds the vector."""
+        return self._held
+
+    @property
+    def lead(self) -> torch.Size:
+        """The shape of the vectors."""
+        full = self.batch_shape + self.event_shape
+        return full[: len(full) - len(self._held)]
 
     def with_elements(self, elements: Distribution) -> JointNormal:
         """Returns the distribution with other elements of e."""
@@ -158,9 +171,73 @@ class JointNormal(PathScored):
         return JointNormal(loc, self.lower, self._held, self.event_dim, elements, self._bend)
 
 
-def joint_normal(fn: Any) -> JointNormal:
-    """Returns a Normal with one element as a `JointNormal`; one of these as it is."""
-    if isinstance(fn, JointNormal):
+class MixedNormals(TorchDistribution):
+    """A mixture of `JointNormal`s of one shape. Draws have no gradient by the shares.
+
+    The log density of an instance is that given the instances before it, so the sum over instances is that of the
+    vector.
+
+    Args:
+        log_shares: of the parts, normalized, ``(*lead, parts)``.
+        parts: the Normals.
+
+    Example:
+        >>> near, far = (JointNormal(torch.tensor([x]), torch.eye(1), torch.Size([1]), 0) for x in (0.0, 9.0))
+        >>> MixedNormals(torch.tensor([0.5, 0.5]).log(), [near, far]).log_prob(torch.tensor([9.0]))
+        tensor([-1.6121])
+    """
+
+    arg_constraints: dict[str, Any] = {}
+    has_rsample = True
+
+    def __init__(self, log_shares: Tensor, parts: Sequence[JointNormal]) -> None:
+        self.log_shares = log_shares
+        self._parts = parts
+        first, held = parts[0], parts[0].held
+        lead = torch.broadcast_shapes(log_shares.shape[:-1], *(each.lead for each in parts))
+        full = lead + held
+        cut = len(full) - first.event_dim
+        super().__init__(full[:cut], full[cut:], validate_args=False)
+
+    @constraints.dependent_property
+    def support(self) -> Any:
+        return support_on(constraints.real, self.event_dim)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> MixedNormals:
+        return MixedNormals(self.log_shares, [each.expand(batch_shape) for each in self._parts])
+
+    def with_elements(self, elements: Distribution) -> MixedNormals:
+        """Returns the mixture with other elements of all parts."""
+        parts = [each.with_elements(elements) for each in self._parts]
+        return MixedNormals(self.log_shares, parts)
+
+    def vectors(self, elements: Tensor) -> Tensor:
+        """Returns numbers of the event's elements as those of the vector; see `JointNormal.vectors`."""
+        return self._parts[0].vectors(elements)
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        shape, held = self._extended_shape(sample_shape), self._parts[0].held
+        lead = shape[: len(shape) - len(held)]
+        shares = self.log_shares.exp().expand(*lead, -1)
+        chosen = torch.multinomial(shares.reshape(-1, shares.shape[-1]), 1)
+        drawn = [each.expand(shape[: len(shape) - each.event_dim]).rsample() for each in self._parts]
+        values = torch.stack(drawn, len(lead)).reshape(len(chosen), len(drawn), -1)
+        index = chosen[..., None].expand(-1, -1, values.shape[-1])
+        return values.gather(1, index).reshape(shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        each = torch.stack([part.log_prob(value) for part in self._parts], -1)
+        rows = len(self._parts[0].held) - self.event_dim
+        cut = each.dim() - 1 - rows
+        so_far = each.flatten(cut, -2).cumsum(-2) + self.log_shares.unsqueeze(-2)
+        total = so_far.logsumexp(-1)
+        before = torch.cat([torch.zeros_like(total[..., :1]), total[..., :-1]], -1)
+        return (total - before).reshape(each.shape[:-1])
+
+
+def joint_normal(fn: Any) -> JointNormal | MixedNormals:
+    """Returns a Normal with one element as a `JointNormal`; one of these, or a mixture of them, as it is."""
+    if isinstance(fn, (JointNormal, MixedNormals)):
         return fn
     loc, scale = (each.reshape(fn.batch_shape + (1,)) for each in (fn.mean, fn.stddev))
     return JointNormal(loc, scale.reciprocal().unsqueeze(-1), fn.event_shape, fn.event_dim)

@@ -24,6 +24,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from pyro_nami.deriving.collapsed import Collapsed
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call, Reading
 from pyro_nami.guide.exchangeable import exchangeable_plates
@@ -234,6 +235,12 @@ class LazyGuide(AutoGuide):
             " and ".join(f"plate {plate!r}" for plate in sorted(self._plan.plates.minibatched))
             or "no plate",
         )
+
+    def mix(self) -> None:
+        """Draws the latents that come first from mixtures, as of the next call: for draws that are weighted."""
+        for kept in self._reader.memory.derived.tables.values():
+            if isinstance(kept.conditionals, Collapsed):
+                kept.conditionals.mix()
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:
         """Takes over the mode of a saved guide, if its user asked for it or training found it."""

@@ -24,8 +24,10 @@ __all__ = [
     "K_MAX",
     "Pool",
     "WeightedSamples",
+    "interval",
     "log_mean",
     "log_mean_error",
+    "over",
     "resampled",
     "warn_of_bad",
 ]
@@ -200,7 +202,7 @@ class WeightedSamples:
         index = resampled(self._weights(smoothed).reshape(self.num_samples, -1), num)
         index = index.reshape(num, *self.log_weights.shape[1:])
         return {
-            name: value.gather(0, _over(index, value).expand(num, *value.shape[1:]))
+            name: value.gather(0, over(index, value).expand(num, *value.shape[1:]))
             for name, value in self.samples.items()
         }
 
@@ -305,7 +307,7 @@ class WeightedSamples:
         value = self.samples[site]
         if not value.is_floating_point():
             value = value.to(weights.dtype)
-        return value, _over(weights, value)
+        return value, over(weights, value)
 
 
 def _table_of(drawn: WeightedSamples, prob: float, most: int = 100) -> str:
@@ -316,9 +318,7 @@ def _table_of(drawn: WeightedSamples, prob: float, most: int = 100) -> str:
     Raises:
         ValueError: a probability outside of (0, 1).
     """
-    if not 0 < prob < 1:
-        raise ValueError(f"Expected a probability between 0 and 1; got {prob}.")
-    ends = [(1 - prob) / 2, 0.5, (1 + prob) / 2]
+    ends = interval(prob)
     rows: list[tuple[str, ...]] = [("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends))]
     for name in drawn.samples:
         mean = drawn.mean(name)
@@ -332,6 +332,17 @@ def _table_of(drawn: WeightedSamples, prob: float, most: int = 100) -> str:
         if mean.numel() > most:
             rows.append((f"{name}: {mean.numel() - most:,} more", *[""] * 5))
     return "\n".join(aligned(rows, words=(0,)))
+
+
+def interval(prob: float) -> list[float]:
+    """Returns the quantiles of a central interval of a probability: its lower end, the median, and its upper end.
+
+    Raises:
+        ValueError: a probability outside of (0, 1).
+    """
+    if not 0 < prob < 1:
+        raise ValueError(f"Expected a probability between 0 and 1; got {prob}.")
+    return [(1 - prob) / 2, 0.5, (1 + prob) / 2]
 
 
 def log_mean(log_weights: Tensor) -> Tensor:
@@ -370,7 +381,7 @@ def resampled(weights: Tensor, num: int) -> Tensor:
     return torch.searchsorted(cumulative, positions, right=True).clamp(max=len(weights) - 1).T
 
 
-def _over(weights: Tensor, value: Tensor) -> Tensor:
+def over(weights: Tensor, value: Tensor) -> Tensor:
     """Returns a tensor with dims of size 1 to its right, as many as ``value`` has more."""
     return weights.reshape(weights.shape + (1,) * (value.dim() - weights.dim()))
 

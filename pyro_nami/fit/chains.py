@@ -1,0 +1,150 @@
+"""Hamiltonian chains that begin at weighted draws: exact in the limit, where the weights of a guide are bad.
+
+Many short chains run at once, in coordinates that are whitened by the covariance of the draws. They begin near the
+posterior, so that they only have to mend what the guide gets wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import pyro
+import torch
+from pyro.ops.stats import effective_sample_size, split_gelman_rubin
+from torch import Tensor
+
+from pyro_nami.annealing.tempering import PathValue, Start, TemperedPath
+from pyro_nami.annealing.transitions import ChainState, hamiltonian_step
+from pyro_nami.inference.target import Target
+from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
+
+__all__ = ["Chained", "run_chains"]
+
+CHAINS = 128
+WARM_UP = 20  # transitions that choose the step size
+ACCEPTANCE = 0.8  # of a transition, that the step size is chosen for
+FIRST_STEP = 0.3  # in standard deviations
+ADAPTATION = 0.5  # change of the log step size by an acceptance that is off by 1
+QUARTER = math.pi / 2  # length of a trajectory that makes a Normal's ends independent, in standard deviations
+MOST_STEPS = 32  # of a trajectory
+SHRINKAGE = 0.05  # of correlations towards zero: what few draws tell of a matrix
+
+
+class Chained(NamedTuple):
+    """Draws of chains.
+
+    Attributes:
+        drawn: the draws, of equal weight.
+        effective: how many are effective, of the number that has fewest.
+        r_hat: the largest split R-hat of a number.
+    """
+
+    drawn: WeightedSamples
+    effective: float
+    r_hat: float
+
+
+class _Whitened(NamedTuple):
+    """A path of densities in other coordinates w: position = center + root w."""
+
+    path: TemperedPath
+    center: Tensor
+    root: Tensor
+
+    def position(self, whitened: Tensor) -> Tensor:
+        return self.center + whitened @ self.root.mT
+
+    def value(self, whitened: Tensor) -> PathValue:
+        value = self.path.value(self.position(whitened))
+        return PathValue(*(part.nan_to_num(-torch.inf, -torch.inf, -torch.inf) for part in value))
+
+    def gradient(self, whitened: Tensor, temperature: float | Tensor) -> Tensor:
+        slope = self.path.gradient(self.position(whitened), temperature) @ self.root
+        return slope.nan_to_num(0.0, 0.0, 0.0)
+
+
+# Without validation a trajectory may leave the support of a distribution, where it is rejected.
+@torch.no_grad()
+@pyro.validation_enabled(False)
+def run_chains(
+    target: Target,
+    drawn: WeightedSamples,
+    num: int,
+    seconds: float,
+    tick: Callable[[int, int], None],
+) -> Chained:
+    """Returns draws of chains that begin at weighted draws.
+
+    Args:
+        target: the model and its data.
+        drawn: weighted draws of its latents.
+        num: of draws.
+        seconds: of processor time, after which chains end.
+        tick: called after each transition, with the number made and the number of all.
+
+    Raises:
+        NotImplementedError: discrete latents, or a support that no bijection is known to.
+        ValueError: a model that does not run for many draws.
+    """
+    target = replace(target, guide=None, prior_share=0.0)
+    given = drawn.resample(max(num, CHAINS))
+    start = Start.of(target, {}, given).checked(max(num, CHAINS), slice(0, 1))
+    many, position = start.path(max(num, CHAINS), slice(0, 1))
+    path = _Whitened(replace(many, extent=start.target.extent(CHAINS, slice(0, 1))), *_moments(position[:, 0]))
+    first = torch.linalg.solve_triangular(
+        path.root, (position[:CHAINS] - path.center).mT, upper=False
+    ).mT
+    state = ChainState(first, path.value(first))
+    length = math.ceil(num / CHAINS)
+    kept, begun, log_step = list[Tensor](), time.process_time(), math.log(FIRST_STEP)
+    for i in range(WARM_UP + length):
+        size = math.exp(log_step) * torch.ones_like(first[0, :, :1])
+        steps = min(MOST_STEPS, max(1, round(QUARTER / math.exp(log_step))))
+        count = int(torch.randint(max(1, steps // 2), steps + 1, ()))  # lengths differ, against resonance
+        state, accepted = hamiltonian_step(path, state, 1.0, size, count)  # type: ignore[arg-type]
+        if i < WARM_UP:
+            log_step += ADAPTATION * (float(accepted.mean()) - ACCEPTANCE)
+        else:
+            kept.append(state.position)
+        tick(i + 1, WARM_UP + length)
+        if time.process_time() - begun > seconds and len(kept) > 3:
+            break
+    return _chained(path, torch.stack(kept), start, drawn)
+
+
+def _moments(position: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean of positions ``(draws, numbers)``, and a Cholesky factor of their covariance."""
+    center = position.mean(0)
+    off = position - center
+    covariance = off.mT @ off / len(off)
+    scale = covariance.diagonal().clamp(min=torch.finfo(off.dtype).tiny)
+    shrinkage = max(SHRINKAGE, min(1.0, len(scale) / len(off)))
+    covariance = (1 - shrinkage) * covariance + shrinkage * scale.diag_embed()
+    return center, torch.linalg.cholesky(covariance)
+
+
+def _chained(
+    path: _Whitened, kept: Tensor, start: Start, drawn: WeightedSamples
+) -> Chained:
+    """Returns the draws of positions ``(transitions, chains, 1, numbers)``."""
+    numbers = kept[:, :, 0].double()
+    r_hat = float(split_gelman_rubin(numbers, chain_dim=1, sample_dim=0).max())
+    effective = float(effective_sample_size(numbers, chain_dim=1, sample_dim=0).min())
+    parts = list[Mapping[str, Tensor]]()
+    for each in kept:
+        parts.append(path.path.at(path.position(each)).values)
+    samples = {
+        name: torch.cat([part[name] for part in parts]).reshape(-1, *value.shape[1:])
+        for name, value in drawn.samples.items()
+    }
+    count = numbers.shape[0] * numbers.shape[1]
+    log_evidence = drawn.log_evidence
+    own = torch.full_like(log_evidence, max(0.0, 1 / effective - 1 / count))
+    unknown = torch.full_like(log_evidence, math.nan)
+    pool = Pool(drawn.log_evidence_error.square(), own, unknown)
+    weights = log_evidence.expand(count)
+    return Chained(WeightedSamples(samples, weights, drawn.plates, pool), effective, r_hat)

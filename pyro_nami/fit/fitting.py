@@ -1,0 +1,250 @@
+"""`fit`: the posterior of a model given one data set, in one call.
+
+What the model gives in closed form is derived, what it nearly gives is located, and the rest is
+learned. Importance weights check the draws. Where they are bad, there are more draws, then steps of
+training if a conditional is learned, then chains that begin at the draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from tqdm.auto import tqdm
+
+from pyro_nami.deriving.collapsed import OPEN
+from pyro_nami.fit.chains import run_chains
+from pyro_nami.fit.posterior import Posterior, is_derived
+from pyro_nami.fit.training import train
+from pyro_nami.fit.verdict import LEAST_EFFECTIVE, MOST_ERROR, checked, of_weights, untrusted
+from pyro_nami.guide.nami import AutoNaMIGuide
+from pyro_nami.inference.importance import importance_sample
+from pyro_nami.inference.target import Target
+from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples
+from pyro_nami.messages import check_counts, quoted, warn
+from pyro_nami.program.flat_priors import is_improper
+from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.program import Program
+
+__all__ = ["Interrupted", "fit"]
+
+ENOUGH = 0.5  # share of the draws that are effective, from which more draws change little
+MOST_DRAWS = 64  # times as many as are asked for, a power of 4
+DRAWING = 20.0  # seconds of processor time that more draws may take
+TRAINING = 60.0  # and that training may
+CHAINS = 30.0  # and that chains may
+MOST_R_HAT = 1.05  # of chains that agree
+REMEDY = (
+    "Look at `posterior.guide.rules` for what was learned, and why; tell the model more by its priors, or scale its data."
+)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during `fit`; ``partial`` is the `Posterior` that was found so far, None if there is none."""
+
+    partial: Posterior | None = None
+
+
+def fit(
+    model: Callable,
+    *args: Any,
+    draws: int = 4000,
+    seed: int | None = None,
+    progress: bool = True,
+    **kwargs: Any,
+) -> Posterior:
+    """Returns the posterior of a model given the data among its arguments, with a verdict on how wrong it may be.
+
+    Nothing is to be tuned. Where the model has conditionals in closed form, draws are exact. Elsewhere importance
+    weights check and correct them. Parameters of the model's own are taken as they are.
+
+    Args:
+        model: a Pyro model, with all data at once (no subsampled plates).
+        *args, **kwargs: its arguments, the data among them.
+        draws: number of draws.
+        seed: of the random numbers; by default these are Pyro's as they come.
+        progress: whether to show what is being done.
+
+    Raises:
+        ValueError: a model without latents, or without data; an improper posterior, with the latent along which it is;
+            a log density that is finite nowhere.
+        NotImplementedError: plates with random subsampling.
+        Interrupted: at Ctrl-C, with what was found so far.
+
+    Warns:
+        UserWarning: draws that are not to be trusted, with the reason; parameters of the model's own.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> def model(y):
+        ...     mean, sd = pyro.sample("mean", dist.Normal(0.0, 10.0)), pyro.sample("sd", dist.HalfNormal(5.0))
+        ...     with pyro.plate("rows", len(y)):
+        ...         pyro.sample("y", dist.Normal(mean, sd), obs=y)
+        >>> posterior = fit(model, torch.tensor([1.0, 2.0, 4.0]), seed=0, progress=False)
+        >>> posterior["mean"].shape, posterior.verdict.kind
+        (torch.Size([4000]), 'exact')
+    """
+    check_counts(draws=draws)
+    random = contextlib.nullcontext() if seed is None else forked_rng()
+    bar = tqdm(total=0, bar_format="{desc} [{elapsed}]", leave=False, disable=not progress)
+    search = _Search(Program(model, args, kwargs), draws, bar)
+    with random, bar, pyro.settings.context(module_local_params=True), poutine.block():
+        if seed is not None:
+            pyro.set_rng_seed(seed)
+        try:
+            posterior = search.posterior()
+        except KeyboardInterrupt as error:
+            interrupted = Interrupted("fit was interrupted; see `partial` for what it had found.")
+            interrupted.partial = search.partial()
+            raise interrupted from error
+    if not posterior.verdict.is_trusted:
+        warn(f"The posterior is {posterior.verdict}")
+    return posterior
+
+
+@dataclass
+class _Search:
+    """The stages of `fit`, and what they found so far."""
+
+    program: Program
+    num: int
+    bar: Any
+    guide: Any = None
+    found: Posterior | None = None
+    interrupted = "it was interrupted"
+
+    def posterior(self) -> Posterior:
+        """Returns the posterior, by as many stages as it takes."""
+        self._say("reading the model, deriving")
+        self.guide = AutoNaMIGuide(self.program.model)
+        with torch.no_grad():
+            self.guide(*self.program.args, **self.program.kwargs)
+        self._check()
+        self.guide.mix()
+        self._say("weighing draws")
+        self._take(self._weighed(self.num))
+        learned = [name for name, note in self.guide.rules.items() if note.rule == "learned"]
+        if learned and not self._is_enough(ENOUGH):
+            self._take(self._trained())
+        self._draw_more()
+        if not self._found.verdict.is_trusted:
+            self._run_chains()
+        return self._found
+
+    def partial(self) -> Posterior | None:
+        """Returns what was found so far."""
+        if self.found is None:
+            return None
+        return replace(self.found, judged=untrusted("the search was interrupted", "Let it end."))
+
+    # ---- stages
+
+    def _weighed(self, num: int) -> WeightedSamples:
+        """Returns weighted draws of the guide."""
+        with _quiet():
+            return importance_sample(
+                self.program.model,
+                self.guide,
+                *self.program.args,
+                num_samples=num,
+                **self.program.kwargs,
+            )
+
+    def _trained(self) -> WeightedSamples:
+        """Returns weighted draws of the guide after training."""
+        self._say("learning")
+        return train(
+            self._target, self.guide, self._found, lambda: self._weighed(self.num), TRAINING, self._say
+        )
+
+    def _draw_more(self) -> None:
+        """Takes draws that are resampled from more, if few are effective or the weights have a heavy tail."""
+        begun, factor = time.process_time(), 4
+        while not self._is_enough(ENOUGH) and factor <= MOST_DRAWS:
+            if float(self._found.effective_sample_size) * factor < LEAST_EFFECTIVE:
+                break  # as many draws would not be enough
+            self._say(f"weighing {factor * self.num:,} draws")
+            before = time.process_time()
+            many = self._weighed(factor * self.num)
+            self._take(many.equally_weighted(self.num))
+            now = time.process_time()
+            if now - begun + 4 * (now - before) > DRAWING:
+                break
+            factor *= 4
+
+    def _run_chains(self) -> None:
+        """Takes draws of chains, if they agree with each other."""
+        self._say("running chains")
+        tick = lambda i, num: self._say(f"running chains, {i} of {num} transitions")  # noqa: E731
+        try:
+            with _quiet():
+                found = run_chains(self._target, self._found, self.num, CHAINS, tick)
+        except (NotImplementedError, ValueError):
+            return  # what weights say stands
+        how = f"chains from the guide's draws agree (R-hat {found.r_hat:.2f})"
+        if found.r_hat <= MOST_R_HAT and found.effective >= LEAST_EFFECTIVE:
+            judged = checked(how, found.effective)
+        else:
+            reason = f"{_reason(self._found)}, and chains do not agree (R-hat {found.r_hat:.2f})"
+            judged = untrusted(reason, REMEDY)
+        self.found = Posterior.of(found.drawn, self._target, judged)
+
+    # ---- what is known
+
+    @property
+    def _found(self) -> Posterior:
+        assert self.found is not None
+        return self.found
+
+    @property
+    def _target(self) -> Target:
+        return Target(self.program, self.guide)
+
+    def _take(self, drawn: WeightedSamples) -> None:
+        judged = of_weights(drawn, is_derived(self.guide), REMEDY)
+        self.found = Posterior.of(drawn, self._target, judged)
+
+    def _is_enough(self, share: float) -> bool:
+        found = self._found
+        return bool(
+            found.pareto_k <= K_MAX and found.effective_sample_size >= share * found.num_samples
+        )
+
+    def _say(self, stage: str) -> None:
+        self.bar.set_description_str(f"fit: {stage}")
+
+    def _check(self) -> None:
+        """Raises ValueError where there is no posterior to draw from."""
+        net, rules = self.guide.bayesnet, self.guide.rules
+        if not net.observed:
+            raise ValueError(
+                f"Expected a model with data; got one that samples all of {quoted(net.sites)}, so that the posterior "
+                "is the prior. Pass the data as its arguments, to `obs=` of a `pyro.sample`."
+            )
+        nodes = self.guide.prototype_trace.nodes
+        flat = [name for name in rules if name in nodes and is_improper(nodes[name]["fn"])]
+        for name, note in rules.items():
+            if flat and OPEN in (note.reason or ""):
+                raise ValueError(
+                    f"Expected a posterior; the one of '{name}' is improper: {note.reason}. Give {quoted(flat)} a "
+                    "proper prior, or more data."
+                )
+
+
+def _reason(found: Posterior) -> str:
+    return str(found.verdict).split("because ")[-1].split(". ")[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides warnings of bad weights, which the verdict tells."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The importance weights are")
+        yield

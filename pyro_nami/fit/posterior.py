@@ -1,0 +1,294 @@
+"""`Posterior`: draws of a posterior with weights, and what users ask of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyro.poutine.util import site_is_factor
+from torch import Tensor
+
+from pyro_nami.fit.at_draws import AtDraws
+from pyro_nami.fit.mode import highest
+from pyro_nami.fit.pairs import draw_pairs
+from pyro_nami.fit.verdict import Verdict, of_weights
+from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
+from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, interval, over
+from pyro_nami.messages import aligned, quoted, warn
+from pyro_nami.program.program import Program
+from pyro_nami.program.runner import Runner
+from pyro_nami.program.vectorized import unmapped
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Posterior", "is_derived"]
+
+MOST_PLOTTED = 6  # numbers of a figure of pairs
+MOST_LINES = 100  # of a site in a table
+DERIVED = {"exact", "quadrature", "prior"}  # rules of conditionals in closed form
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Posterior(WeightedSamples):
+    """The posterior of a model given data: weighted draws, and a verdict on them.
+
+    `fit` and `amortize` return it. Draws from the guide have importance weights; `posterior["site"]` are draws of equal
+    weight. Estimates and their errors are those of `WeightedSamples`.
+
+    Args:
+        samples, log_weights, plates, pool: as for `WeightedSamples`.
+        target: the model, its arguments, the data and the guide; None where a posterior was loaded without a model.
+        judged: the verdict on draws whose weights alone do not tell; by default that of the weights.
+    """
+
+    target: Target | None = field(default=None)
+    judged: Verdict | None = None
+
+    @classmethod
+    def of(
+        cls, drawn: WeightedSamples, target: Target, judged: Verdict | None = None
+    ) -> Posterior:
+        """Returns the posterior of weighted draws."""
+        return cls(drawn.samples, drawn.log_weights, drawn.plates, drawn.pool, target, judged)
+
+    # ---- draws
+
+    @cached_property
+    def draws(self) -> dict[str, Tensor]:
+        """Draws of equal weight, site -> ``(num_samples, *data sets, *site shape)``, the same at each access."""
+        equal = self.log_weights == self.log_weights[:1]
+        return dict(self.samples) if bool(equal.all()) else self.resample(self.num_samples)
+
+    def __getitem__(self, site: str) -> Tensor:
+        """Returns the draws of a site, ``(num_samples, *data sets, *site shape)``."""
+        if site not in self.samples:
+            raise KeyError(f"Expected one of the sites {quoted(self.samples)}; got {site!r}.")
+        return self.draws[site]
+
+    def sample(self, num: int = 1) -> dict[str, Tensor]:
+        """Returns draws of equal weight, ``(num, *data sets, *site shape)``, by resampling those that are held."""
+        return self.resample(num)
+
+    @property
+    def guide(self) -> Any:
+        """The guide that made the draws."""
+        return self._target.guide
+
+    @cached_property
+    def verdict(self) -> Verdict:  # type: ignore[override]
+        """Whether the draws can be trusted, with what error, and why: see `Verdict`."""
+        if self.judged is not None:
+            return self.judged
+        remedy = "Ask for more draws, or train the guide for longer."
+        return of_weights(self, self.target is not None and is_derived(self.guide), remedy)
+
+    # ---- densities
+
+    def log_prob(self, values: Mapping[str, Any]) -> Tensor:
+        """Returns the posterior's log density at values of all latents, ``(*batch)``, in nats.
+
+        It is the model's joint log density less `log_evidence`. Under improper priors both lack the same constant.
+
+        Args:
+            values: latent -> ``(*batch, *site shape)``, with at most one batch dim.
+
+        Raises:
+            ValueError: a latent without a value, or with one of another shape.
+        """
+        missing = sorted(self.samples.keys() - values.keys())
+        if missing:
+            raise ValueError(f"Expected values of all latents; got none of {quoted(missing)}.")
+        known = self._of_one_data_set()
+        shapes = {name: value.shape[1:] for name, value in known.items()}
+        given = {name: torch.as_tensor(values[name]).to(known[name]) for name in known}
+        leads = {name: value.shape[: value.dim() - len(shapes[name])] for name, value in given.items()}
+        lead = next(iter(leads.values()))
+        if any(leads[name] != lead or given[name].shape != lead + shapes[name] for name in known):
+            got = {name: tuple(value.shape) for name, value in given.items()}
+            raise ValueError(
+                f"Expected values of shapes (*batch, *site shape), of one batch; got {got}."
+            )
+        flat = {name: value.reshape(-1, *shapes[name]) for name, value in given.items()}
+        model = AtDraws.of(replace(self._target, guide=None), known)
+        found = model.read(flat, _log_joint)["log_joint"]
+        return (found - self.log_evidence).reshape(lead)
+
+    @cached_property
+    def map(self) -> dict[str, Tensor]:
+        """Latent -> its value at the posterior mode, by a search from the likeliest draw; that draw if some are discrete.
+
+        Warns:
+            UserWarning: no mode was found, as where the density of a group's scale rises without bound.
+        """
+        known, target = self._of_one_data_set(), replace(self._target, guide=None)
+        heights = AtDraws.of(target, known).read(known, _log_joint)["log_joint"]
+        draw = {name: value[int(heights.argmax())] for name, value in known.items()}
+        try:
+            return highest(target, draw)
+        except NotImplementedError:
+            return draw
+
+    def predict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Returns what the model gives at the draws and at other arguments: data, and names of values.
+
+        Latents have the draws, whatever the arguments; those with other instances, where a plate has another size, are
+        the model's own given all others, and a warning names them.
+
+        Args:
+            *args, **kwargs: of the model; without data, these are predicted.
+
+        Returns:
+            Site -> ``(num_samples, *site shape)``.
+        """
+        program = Program(unmapped(self._target.program.model), args, kwargs)
+        target = Target(program, None)
+        known = self._of_one_data_set()
+        with torch.no_grad():
+            now = target.run_model(target.one(), Runner({}))
+        held = {
+            name: value
+            for name, value in known.items()
+            if name in now and now[name]["fn"].shape() == value.shape[1:]
+        }
+        if fresh := [name for name in known if name in now and name not in held]:
+            warn(
+                f"The posterior has no draws of {quoted(fresh)} for the instances of these arguments: they are drawn "
+                "from the model's own conditional given all others."
+            )
+
+        def read(sites: Mapping[str, Any], extent: Extent) -> dict[str, Tensor]:
+            return {
+                name: site["value"].expand(site["fn"].shape()).reshape(extent.sizes + now[name]["fn"].shape())
+                for name, site in sites.items()
+                if name not in held and not site_is_factor(site)
+            }
+
+        return AtDraws.of(target, held).read(held, read)
+
+    # ---- for the reader
+
+    def summary(self, prob: float = 0.9) -> str:
+        """Returns the verdict, and a table of the posterior with a line for each element.
+
+        Columns are mean, standard deviation, median and the ends of a central interval; ``draws``, how many
+        independent draws would tell the mean as well; and ``moved``, by how much the weights moved the mean of the
+        guide's draws, in standard deviations.
+
+        Args:
+            prob: of the central interval.
+        """
+        return f"{self!r}\n\n{self._table(prob)}"
+
+    def _table(self, prob: float) -> str:
+        ends = interval(prob)
+        head = ("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends), "draws", "moved")
+        rows: list[tuple[str, ...]] = [head]
+        for name, value in self.samples.items():
+            mean, sd = self.mean(name), self.std(name)
+            moved = (value.to(mean).mean(0) - mean).abs() / sd
+            told = torch.stack([mean, sd, *self.quantile(name, ends).to(mean), self._effective(name), moved])
+            places = itertools.product(*map(range, mean.shape))
+            for place, numbers in zip(itertools.islice(places, MOST_LINES), told.reshape(7, -1).T.tolist()):
+                index = f"[{', '.join(map(str, place))}]" if place else ""
+                *numbers, effective, off = numbers
+                shown = (f"{number:.3g}" for number in numbers)
+                rows.append((name + index, *shown, f"{effective:.0f}", f"{off:.2f}"))
+            if mean.numel() > MOST_LINES:
+                rows.append((f"{name}: {mean.numel() - MOST_LINES:,} more", *[""] * 7))
+        return "\n".join(aligned(rows, words=(0,)))
+
+    def _effective(self, name: str) -> Tensor:
+        """Returns how many independent draws would tell the mean of each element as well, ``(*site shape)``."""
+        value, weights = self._weighted(name, smoothed=True)
+        off = (value - (weights * value).sum(0)).square()
+        variance = (weights * off).sum(0)
+        error = (weights.square() * off).sum(0) + variance * over(self._pool.draws[None], value)[0]
+        return (variance / error).where(variance > 0, float(self.num_samples))
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("WeightedSamples", "Posterior", 1)
+
+    def plot(self, sites: Sequence[str] | None = None, num: int = MOST_PLOTTED) -> Figure:
+        """Returns a matplotlib figure of the marginals of some numbers, and of each pair of them.
+
+        Args:
+            sites: latents to show; all by default.
+            num: of numbers, at most: the first of each latent, then the second, and so on.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        known = self.draws if sites is None else {name: self[name] for name in sites}
+        numbers = {}
+        for name, value in known.items():
+            flat = value.reshape(len(value), -1)
+            for i, place in enumerate(itertools.islice(itertools.product(*map(range, value.shape[1:])), num)):
+                index = f"[{', '.join(map(str, place))}]" if place else ""
+                numbers[i, name] = (name + index, flat[:, i].double().cpu().numpy())
+        chosen = [numbers[key] for key in sorted(numbers, key=lambda key: key[0])[:num]]
+        return draw_pairs(dict(chosen), str(self.verdict))
+
+    # ---- files
+
+    def save(self, path: str | Path) -> None:
+        """Writes the draws, their weights and the verdict to a file that `load` reads."""
+        held = {
+            "samples": dict(self.samples),
+            "log_weights": self.log_weights,
+            "plates": {name: list(names) for name, names in self.plates.items()},
+            "pool": None if self.pool is None else tuple(self.pool),
+            "verdict": (self.verdict.kind, str(self.verdict), self.verdict.error),
+        }
+        torch.save(held, path)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: Callable | None = None, *args: Any, **kwargs: Any
+    ) -> Posterior:
+        """Reads a posterior from a file.
+
+        Args:
+            path: of the file.
+            model, *args, **kwargs: as `fit` was given them; without a model there are draws and their summaries alone.
+        """
+        held = torch.load(path, weights_only=True)
+        pool = None if held["pool"] is None else Pool(*held["pool"])
+        target = None if model is None else Target(Program(model, args, kwargs), None)
+        verdict = Verdict(*held["verdict"])
+        return cls(held["samples"], held["log_weights"], held["plates"], pool, target, verdict)
+
+    # ---- what is held
+
+    @property
+    def _target(self) -> Target:
+        if self.target is None:
+            raise ValueError(
+                "Expected a posterior with its model; this one was loaded without. Load it with `Posterior.load(path, "
+                "model, *args)`."
+            )
+        return self.target
+
+    def _of_one_data_set(self) -> Mapping[str, Tensor]:
+        if self.log_weights.dim() > 1:
+            raise NotImplementedError(
+                f"Expected a posterior given one data set; this one is given {self.log_weights.shape[1]}. Ask for one "
+                "at a time."
+            )
+        return self.draws
+
+
+def is_derived(guide: Any) -> bool:
+    """Returns whether all conditionals of a guide are in closed form, or on a grid."""
+    rules = getattr(guide, "rules", None)
+    return rules is not None and {note.rule for note in rules.values()} <= DERIVED
+
+
+def _log_joint(sites: Mapping[str, Any], extent: Extent) -> dict[str, Tensor]:
+    total: Any = sum(per_draw(log_densities(sites), extent).values())
+    return {"log_joint": total}

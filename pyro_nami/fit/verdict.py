@@ -1,0 +1,95 @@
+"""`Verdict`: whether draws stand for a posterior, with the error that they stand for it with."""
+
+from __future__ import annotations
+
+import math
+
+from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples
+
+__all__ = ["LEAST_EFFECTIVE", "MOST_ERROR", "Verdict", "checked", "exact", "of_weights", "untrusted"]
+
+MOST_ERROR = 0.1  # of a mean, in posterior standard deviations, that draws may be trusted with
+ERRORS = 2  # standard errors that an error is told with
+LEAST_EFFECTIVE = (ERRORS / MOST_ERROR) ** 2  # draws
+# Largest deviation of log weights, in nats, of an exact guide: what single precision and tables leave. It moves means
+# by less than as many standard deviations.
+MOST_SPREAD = 0.02
+
+
+class Verdict(str):
+    """A sentence on draws.
+
+    Attributes:
+        kind: ``"exact"``, ``"checked"`` or ``"not to be trusted"``; the sentence begins with it.
+        error: by how much a mean may be off, in posterior standard deviations (two standard errors).
+
+    Example:
+        >>> verdict = checked("the weights have k-hat 0.2", 10_000)
+        >>> verdict.kind, verdict.error, bool(verdict.is_trusted)
+        ('checked', 0.02, True)
+        >>> print(verdict)
+        checked: the weights have k-hat 0.2; means are within 0.02 sd.
+    """
+
+    kind: str
+    error: float
+
+    def __new__(cls, kind: str, text: str, error: float) -> Verdict:
+        verdict = super().__new__(cls, text)
+        verdict.kind, verdict.error = kind, error
+        return verdict
+
+    def __getnewargs__(self) -> tuple[str, str, float]:  # type: ignore[override]
+        return self.kind, str(self), self.error
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the draws are exact or checked."""
+        return self.kind != "not to be trusted"
+
+
+def exact(spread: float, effective: float) -> Verdict:
+    """Returns the verdict on draws from conditionals in closed form, whose log weights differ by rounding alone."""
+    error = _error(effective)
+    text = f"all conditionals are in closed form, and log weights agree to {spread:.1g} nats"
+    return Verdict("exact", f"exact: {text}; means are within {error:.2g} sd.", error)
+
+
+def checked(how: str, effective: float) -> Verdict:
+    """Returns the verdict on draws that were checked, of an effective number."""
+    error = _error(effective)
+    return Verdict("checked", f"checked: {how}; means are within {error:.2g} sd.", error)
+
+
+def untrusted(reason: str, remedy: str) -> Verdict:
+    """Returns the verdict on draws that may be wrong by any amount."""
+    text = f"not to be trusted, because {reason}. {remedy}"
+    return Verdict("not to be trusted", text, math.inf)
+
+
+def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict:
+    """Returns the verdict of importance weights, of one data set; for several the verdict on the worst.
+
+    Args:
+        drawn: weighted draws.
+        is_derived: whether all conditionals of the guide are in closed form.
+        remedy: what to do about draws that are not to be trusted.
+    """
+    k, effective = float(drawn.pareto_k.max()), float(drawn.effective_sample_size.min())
+    if math.isnan(k):
+        return untrusted("the data have no density, so that nothing says how near draws are", remedy)
+    spread = float(drawn.log_weights.std(0).max()) if drawn.num_samples > 1 else math.inf
+    is_resampled = drawn.pool is not None and bool((drawn.pool.draws > 0).any())
+    if is_derived and spread <= MOST_SPREAD and not is_resampled:
+        return exact(spread, effective)
+    if not k <= K_MAX:
+        return untrusted(f"the importance weights have a heavy tail (k-hat {k:.2f})", remedy)
+    if effective < LEAST_EFFECTIVE:
+        few = f"only {effective:.0f} of {drawn.num_samples:,} draws are effective"
+        return untrusted(few, remedy)
+    tail = f"k-hat {k:.2f}" if k > -math.inf else "no tail"
+    return checked(f"the importance weights have {tail}", effective)
+
+
+def _error(effective: float) -> float:
+    return ERRORS / math.sqrt(effective)
