@@ -26,12 +26,15 @@ LEAST_SHARE = 0.5  # of its own that a part keeps, relative to its share of the 
 WIDE = 1.5  # deviations of a part that guards the tails of the first one, relative to it
 
 
-def adapted_mixture(heights: Heights, vectors: Sequence[BentVector]) -> tuple[list[BentVector], Tensor]:
+def adapted_mixture(
+    heights: Heights, vectors: Sequence[BentVector], fold: int = 1
+) -> tuple[list[BentVector], Tensor]:
     """Returns the parts of a mixture that has no large importance weights, and the logs of their shares.
 
     Args:
         heights: from points ``(points, *batch, numbers)`` to log densities in nats, of one data set.
         vectors: the first parts, one about each mode.
+        fold: by how many times more points weights are told than by default.
 
     Example:
         >>> heights = lambda x: torch.logaddexp(-x.square() / 2, -(x - 9.0).square() / 2).squeeze(-1)  # two modes
@@ -42,7 +45,7 @@ def adapted_mixture(heights: Heights, vectors: Sequence[BentVector]) -> tuple[li
     """
     first = vectors[0]
     parts = [first, first._replace(root=WIDE * first.root), *vectors[1:]]
-    counts = [POINTS] + [MORE_POINTS] * (len(parts) - 1)
+    counts = [fold * POINTS] + [fold * MORE_POINTS] * (len(parts) - 1)
     points = torch.cat([_points(part, count) for part, count in zip(parts, counts)])
     height = heights(points)
     log_q = torch.stack([part.log_prob(points) for part in parts])
@@ -52,13 +55,13 @@ def adapted_mixture(heights: Heights, vectors: Sequence[BentVector]) -> tuple[li
         weights = (height.flatten() - _mixed(shares, flat)).softmax(0)
         if float(weights.max()) * len(weights) <= LARGE or len(parts) >= MOST_PARTS:
             return parts, _fitted(shares, flat, weights).log()
-        part = _about(points, weights, first)
-        more = _points(part, MORE_POINTS)
+        part = _about(points, weights, first, fold * NEAR)
+        more = _points(part, fold * MORE_POINTS)
         points, height = torch.cat([points, more]), torch.cat([height, heights(more)])
         log_q = torch.cat([log_q, torch.stack([each.log_prob(more) for each in parts])], 1)
         log_q = torch.cat([log_q, part.log_prob(points)[None]])
         parts.append(part)
-        counts.append(MORE_POINTS)
+        counts.append(fold * MORE_POINTS)
 
 
 def _mixed(shares: Tensor, log_q: Tensor) -> Tensor:
@@ -84,15 +87,15 @@ def _points(vector: BentVector, count: int) -> Tensor:
     return vector.at(normal.expand(count, *vector.center.shape))[0]
 
 
-def _about(points: Tensor, weights: Tensor, first: BentVector) -> BentVector:
+def _about(points: Tensor, weights: Tensor, first: BentVector, near: int) -> BentVector:
     """Returns a Normal about the point of the largest weight, with the covariance of those near to it."""
     center = points[int(weights.argmax())]
     off = points - center
     whitened = torch.linalg.solve_triangular(first.root, off.unsqueeze(-1), upper=False)
-    near = whitened.flatten(1).square().sum(-1).topk(min(NEAR, len(points)), largest=False).indices
-    share = (weights[near] + 1 / len(points)) / 2
+    nearest = whitened.flatten(1).square().sum(-1).topk(near, largest=False).indices
+    share = (weights[nearest] + 1 / len(points)) / 2
     share = share / share.sum()
-    off = off[near].reshape(len(near), -1)
+    off = off[nearest].reshape(near, -1)
     covariance = (share * off.mT) @ off
     covariance = covariance.reshape(first.root.shape)
     root, failed = torch.linalg.cholesky_ex(covariance)

@@ -172,6 +172,7 @@ class _Search:
                 break  # as many draws would not be enough
             self._say(f"weighing {factor * self.num:,} draws")
             before = time.process_time()
+            self.guide.mix(factor)
             many = self._weighed(factor * self.num)
             self._take(many.equally_weighted(self.num))
             now = time.process_time()

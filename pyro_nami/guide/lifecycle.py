@@ -236,11 +236,15 @@ class LazyGuide(AutoGuide):
             or "no plate",
         )
 
-    def mix(self) -> None:
-        """Draws the latents that come first from mixtures, as of the next call: for draws that are weighted."""
+    def mix(self, fold: int = 1) -> None:
+        """Draws the latents that come first from mixtures, as of the next call: for draws that are weighted.
+
+        Args:
+            fold: how many times more points tell the mixtures than by default.
+        """
         for kept in self._reader.memory.derived.tables.values():
             if isinstance(kept.conditionals, Collapsed):
-                kept.conditionals.mix()
+                kept.conditionals.mix(fold)
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:
         """Takes over the mode of a saved guide, if its user asked for it or training found it."""

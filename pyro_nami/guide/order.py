@@ -66,7 +66,12 @@ def find_order(
             quoted(sorted(compiled)),
         )
     if finder and interleaved:
-        found = first_ones(first, inverse, order, groups, flaws or {})
+        local = {name: group for name, group in groups.items() if not _integrates(group)}
+        found = first_ones(first, inverse, order, local, flaws or {})
+        if found is not None and found.form == "collapsed":
+            groups = local
+        else:
+            found = first_ones(first, inverse, order, groups, flaws or {})
         rest = found.members if found else [name for name in order if name not in groups]
         groups.update(dict.fromkeys(found.members, found) if found else {})
         for flaw in (flaws or {}).values():
@@ -87,6 +92,11 @@ def find_order(
         doubts.update(dict.fromkeys(order, flaw))
     doubts = {name: doubts[name] for name in improper if name in doubts and name not in groups}
     return SamplingOrder(inverse, order, interleaved, groups, refused, lost, doubts)
+
+
+def _integrates(group: ConjugateGroup) -> bool:
+    """Whether the first member's conditional integrates over others about their mode, at each point anew."""
+    return group.has_mode and len(group.members) > 1
 
 
 def search_forms(first: FirstCall, cut: Mapping[str, str]) -> Search:
