@@ -19,6 +19,7 @@ ROOMS = [
     "inference",
     "annealing",
     "refinement",
+    "fit",
     "amortize",
     "checking",
     "show",

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from pyro_nami.amortize.data_distance import ADVICE, SimulatedData
 from pyro_nami.amortize.improvement import annealed, improved, weighted
+from pyro_nami.fit.posterior import Posterior
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.history import History
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.target import Target
-from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples, warn_of_bad
+from pyro_nami.inference.weighted_samples import K_MAX, Pool, warn_of_bad
 from pyro_nami.messages import warn
 from pyro_nami.program.program import Program
 
@@ -54,8 +55,8 @@ class AmortizedPosterior:
         num_temperatures: int | None = None,
         defensive: float | None = None,
         progress: bool = True,
-    ) -> WeightedSamples:
-        """Returns draws of the posterior with importance weights.
+    ) -> Posterior:
+        """Returns the posterior given data: draws with importance weights, and a verdict on them.
 
         If a factor was learned, one draw in twenty is the prior's, so that modes which the guide misses show in the
         weights. If data have no known density (`from_simulator`; data of a `pyro.deterministic` site or a `Delta`), all
@@ -97,7 +98,7 @@ class AmortizedPosterior:
             drawn = annealed(target, data, num_samples, **options)
             self._outside(data)
         warn_of_bad(drawn, "amortize with more simulations, or draw more samples.")
-        return drawn
+        return Posterior.of(drawn, target.observing(data)[0])
 
     def at(self, *args: Any, **kwargs: Any) -> AmortizedPosterior:
         """Returns the posterior of the same model at other arguments: other numbers of rows, covariates or masks."""
@@ -105,7 +106,7 @@ class AmortizedPosterior:
 
     def _unweighted(
         self, model: SimulatorModel, data: Mapping[str, Any], num_samples: int
-    ) -> WeightedSamples:
+    ) -> Posterior:
         """Returns draws of the guide, with weights of one, for data without a density."""
         for name in model.data.keys() & data.keys():
             if not torch.as_tensor(data[name]).isfinite().all():
@@ -117,7 +118,8 @@ class AmortizedPosterior:
         drawn = weighted(target, data, num_samples)
         self._outside(data)
         none = torch.zeros_like(drawn.log_weights)
-        return replace(drawn, log_weights=none, pool=Pool.unknown(none[0]))
+        unknown = replace(drawn, log_weights=none, pool=Pool.unknown(none[0]))
+        return Posterior.of(unknown, target.observing(data)[0])
 
     def _outside(self, data: Mapping[str, Any]) -> Tensor:
         """Returns which data sets lie further out than all simulations, ``(data sets or 1,)``, and warns of them."""

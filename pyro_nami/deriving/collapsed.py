@@ -300,11 +300,17 @@ class Collapsed:
 
     # ---- conditionals
 
-    def mix(self, fold: int = 1) -> None:
-        """Adds parts where importance weights are large, and about further modes; see `adapted_mixture`."""
-        if self._vector.center.shape[-1] <= MOST_MIXED and not self.flaw:
-            modes = [unbent(each.place, root_of(each.inverse)) for each in self._further]
-            self._take(*adapted_mixture(self._heights, [self._vector, *modes], fold))
+    def mix(self, fold: int = 1) -> bool:
+        """Adds parts where importance weights are large, and about further modes; see `adapted_mixture`.
+
+        Returns:
+            Whether the numbers are few enough for that.
+        """
+        if self._vector.center.shape[-1] > MOST_MIXED or self.flaw:
+            return False
+        modes = [unbent(each.place, root_of(each.inverse)) for each in self._further]
+        self._take(*adapted_mixture(self._heights, [self._vector, *modes], fold))
+        return True
 
     def _take(self, vectors: Sequence[BentVector], log_shares: Tensor) -> None:
         """Takes a mixture of vectors, by shares ``(vectors,)``."""

@@ -36,6 +36,7 @@ from pyro_nami.program.program import Program
 __all__ = ["Interrupted", "fit"]
 
 ENOUGH = 0.5  # share of the draws that are effective, from which more draws change little
+FOLD = 4  # times as many points, by which mixtures of latents that come first are improved
 MOST_DRAWS = 64  # times as many as are asked for, a power of 4
 DRAWING = 20.0  # seconds of processor time that more draws may take
 TRAINING = 60.0  # and that training may
@@ -167,12 +168,13 @@ class _Search:
     def _draw_more(self) -> None:
         """Takes draws that are resampled from more, if few are effective or the weights have a heavy tail."""
         begun, factor = time.process_time(), 4
+        if not self._is_enough(ENOUGH) and self.guide.mix(FOLD):
+            self._take(self._weighed(self.num))
         while not self._is_enough(ENOUGH) and factor <= MOST_DRAWS:
             if float(self._found.effective_sample_size) * factor < LEAST_EFFECTIVE:
                 break  # as many draws would not be enough
             self._say(f"weighing {factor * self.num:,} draws")
             before = time.process_time()
-            self.guide.mix(factor)
             many = self._weighed(factor * self.num)
             self._take(many.equally_weighted(self.num))
             now = time.process_time()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import pyro
 import torch
 from torch import Tensor
 
@@ -26,7 +28,8 @@ def highest(target: Target, draw: Mapping[str, Tensor]) -> dict[str, Tensor]:
         NotImplementedError: latents that are discrete, or that no bijection is known for.
 
     Warns:
-        UserWarning: no mode was found, as where the density of a group's scale rises without bound.
+        UserWarning: no mode was found, as where the density of a group's scale rises without bound; the draw is
+            returned.
     """
     given = {name: value[None] for name, value in draw.items()}
     start = Start.of(target, {}, given).checked(1, slice(0, 1))
@@ -39,24 +42,28 @@ def highest(target: Target, draw: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return total.sum()
 
     optimizer = torch.optim.LBFGS([position], line_search_fn="strong_wolfe")
-    heights = [-torch.inf]
 
     def loss() -> Tensor:
         optimizer.zero_grad()
         value = -height()
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         return value
 
-    with torch.enable_grad():
+    before, is_found = math.inf, False
+    # a search that leaves the support of a distribution is told by its height
+    with torch.enable_grad(), pyro.validation_enabled(False):
         for _ in range(MOST_STEPS // optimizer.defaults["max_iter"]):
-            heights.append(-float(optimizer.step(loss)))
-            if abs(heights[-1] - heights[-2]) < LEAST_GAIN:
+            now = float(optimizer.step(loss).detach())  # at its beginning
+            is_found = abs(before - now) < LEAST_GAIN
+            if is_found or not math.isfinite(now):
                 break
-        else:
-            warn(
-                "No mode of the posterior was found: its density still rises after "
-                f"{MOST_STEPS} steps. Means and quantiles have no such trouble."
-            )
+            before = now
+    if not is_found:
+        warn(
+            "No mode of the posterior was found: its density rises without bound, or for too long, so that the "
+            "likeliest draw stands for it. Means and quantiles have no such trouble."
+        )
+        return dict(draw)
     with torch.no_grad():
         values = path.at(position).values
-    return {name: values[name].reshape(draw[name].shape).to(draw[name]) for name in draw}
+    return {name: values[name].reshape(draw[name].shape).detach().to(draw[name]) for name in draw}

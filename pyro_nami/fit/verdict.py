@@ -77,7 +77,8 @@ def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict
     """
     k, effective = float(drawn.pareto_k.max()), float(drawn.effective_sample_size.min())
     if math.isnan(k):
-        return untrusted("the data have no density, so that nothing says how near draws are", remedy)
+        reason = "the data have no density, so that nothing checks the draws given these data"
+        return untrusted(reason, "`pyro_nami.calibrate` tells how the guide does on average.")
     spread = float(drawn.log_weights.std(0).max()) if drawn.num_samples > 1 else math.inf
     is_resampled = drawn.pool is not None and bool((drawn.pool.draws > 0).any())
     if is_derived and spread <= MOST_SPREAD and not is_resampled:

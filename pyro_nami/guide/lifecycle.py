@@ -236,15 +236,18 @@ class LazyGuide(AutoGuide):
             or "no plate",
         )
 
-    def mix(self, fold: int = 1) -> None:
+    def mix(self, fold: int = 1) -> bool:
         """Draws the latents that come first from mixtures, as of the next call: for draws that are weighted.
 
         Args:
             fold: how many times more points tell the mixtures than by default.
+
+        Returns:
+            Whether there are such latents.
         """
-        for kept in self._reader.memory.derived.tables.values():
-            if isinstance(kept.conditionals, Collapsed):
-                kept.conditionals.mix(fold)
+        tables = self._reader.memory.derived.tables.values()
+        found = [each.conditionals for each in tables if isinstance(each.conditionals, Collapsed)]
+        return any([each.mix(fold) for each in found])
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:
         """Takes over the mode of a saved guide, if its user asked for it or training found it."""

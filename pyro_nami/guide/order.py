@@ -66,7 +66,7 @@ def find_order(
             quoted(sorted(compiled)),
         )
     if finder and interleaved:
-        local = {name: group for name, group in groups.items() if not _integrates(group)}
+        local = {name: group for name, group in groups.items() if not _integrates(first, group)}
         found = first_ones(first, inverse, order, local, flaws or {})
         if found is not None and found.form == "collapsed":
             groups = local
@@ -94,9 +94,11 @@ def find_order(
     return SamplingOrder(inverse, order, interleaved, groups, refused, lost, doubts)
 
 
-def _integrates(group: ConjugateGroup) -> bool:
-    """Whether the first member's conditional integrates over others about their mode, at each point anew."""
-    return group.has_mode and len(group.members) > 1
+def _integrates(first: FirstCall, group: ConjugateGroup) -> bool:
+    """Whether the first member is in no plate, and its conditional integrates over others in plates about their mode."""
+    name, *others = group.members
+    local = [other for other in others if first.frames[other]]
+    return group.has_mode and not first.frames[name] and bool(local)
 
 
 def search_forms(first: FirstCall, cut: Mapping[str, str]) -> Search:
