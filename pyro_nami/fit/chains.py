@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,13 +19,15 @@ from torch import Tensor
 
 from pyro_nami.annealing.tempering import PathValue, Start, TemperedPath
 from pyro_nami.annealing.transitions import ChainState, hamiltonian_step
+from pyro_nami.fit.verdict import LEAST_EFFECTIVE
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
 
 __all__ = ["Chained", "run_chains"]
 
 CHAINS = 128
-WARM_UP = 20  # transitions that choose the step size
+FEWEST = 16  # transitions after which chains are compared
+MOST_R_HAT = 1.05  # of chains that agree
 ACCEPTANCE = 0.8  # of a transition, that the step size is chosen for
 FIRST_STEP = 0.3  # in standard deviations
 ADAPTATION = 0.5  # change of the log step size by an acceptance that is off by 1
@@ -41,11 +43,13 @@ class Chained(NamedTuple):
         drawn: the draws, of equal weight.
         effective: how many are effective, of the number that has fewest.
         r_hat: the largest split R-hat of a number.
+        agree: whether the chains agree, with enough effective draws.
     """
 
     drawn: WeightedSamples
     effective: float
     r_hat: float
+    agree: bool
 
 
 class _Whitened(NamedTuple):
@@ -75,16 +79,16 @@ def run_chains(
     drawn: WeightedSamples,
     num: int,
     seconds: float,
-    tick: Callable[[int, int], None],
+    tick: Callable[[int], None],
 ) -> Chained:
-    """Returns draws of chains that begin at weighted draws.
+    """Returns draws of chains that begin at weighted draws, and go on until they agree.
 
     Args:
         target: the model and its data.
         drawn: weighted draws of its latents.
-        num: of draws.
-        seconds: of processor time, after which chains end.
-        tick: called after each transition, with the number made and the number of all.
+        num: of draws, at least.
+        seconds: of processor time, after which no more transitions begin.
+        tick: called after each transition, with the number made.
 
     Raises:
         NotImplementedError: discrete latents, or a support that no bijection is known to.
@@ -99,21 +103,22 @@ def run_chains(
         path.root, (position[:CHAINS] - path.center).mT, upper=False
     ).mT
     state = ChainState(first, path.value(first))
-    length = math.ceil(num / CHAINS)
-    kept, begun, log_step = list[Tensor](), time.process_time(), math.log(FIRST_STEP)
-    for i in range(WARM_UP + length):
-        size = math.exp(log_step) * torch.ones_like(first[0, :, :1])
-        steps = min(MOST_STEPS, max(1, round(QUARTER / math.exp(log_step))))
-        count = int(torch.randint(max(1, steps // 2), steps + 1, ()))  # lengths differ, against resonance
-        state, accepted = hamiltonian_step(path, state, 1.0, size, count)  # type: ignore[arg-type]
-        if i < WARM_UP:
-            log_step += ADAPTATION * (float(accepted.mean()) - ACCEPTANCE)
-        else:
+    length, log_step = max(FEWEST, math.ceil(num / CHAINS)), math.log(FIRST_STEP)
+    kept, begun, found = list[Tensor](), time.process_time(), None
+    while found is None or not found.agree and time.process_time() - begun < seconds:
+        for _ in range(length):
+            size = math.exp(log_step) * torch.ones_like(first[0, :, :1])
+            most = min(MOST_STEPS, max(1, round(QUARTER / math.exp(log_step))))
+            # lengths differ, against resonance
+            count = int(torch.randint(max(1, most // 2), most + 1, ()))
+            state, accepted = hamiltonian_step(path, state, 1.0, size, count)  # type: ignore[arg-type]
+            if len(kept) < length:
+                log_step += ADAPTATION * (float(accepted.mean()) - ACCEPTANCE)
             kept.append(state.position)
-        tick(i + 1, WARM_UP + length)
-        if time.process_time() - begun > seconds and len(kept) > 3:
-            break
-    return _chained(path, torch.stack(kept), start, drawn)
+            tick(len(kept))
+        if len(kept) > length:  # of which the first half is forgotten
+            found = _Diagnosed.of(torch.stack(kept[len(kept) // 2 :])[:, :, 0])
+    return _chained(path, kept[-length:], found, drawn)
 
 
 def _moments(position: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,24 +132,40 @@ def _moments(position: Tensor) -> tuple[Tensor, Tensor]:
     return center, torch.linalg.cholesky(covariance)
 
 
+class _Diagnosed(NamedTuple):
+    """How well chains agree."""
+
+    effective: float
+    r_hat: float
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> _Diagnosed:
+        """Returns the worst of several numbers, ``(transitions, chains, numbers)``."""
+        numbers = numbers.double()
+        r_hat = split_gelman_rubin(numbers, chain_dim=1, sample_dim=0)
+        effective = effective_sample_size(numbers, chain_dim=1, sample_dim=0)
+        return cls(float(effective.min()), float(r_hat.max()))
+
+    @property
+    def agree(self) -> bool:
+        """Whether the chains do."""
+        return self.r_hat <= MOST_R_HAT and self.effective >= LEAST_EFFECTIVE
+
+
 def _chained(
-    path: _Whitened, kept: Tensor, start: Start, drawn: WeightedSamples
+    path: _Whitened, kept: Sequence[Tensor], found: _Diagnosed, drawn: WeightedSamples
 ) -> Chained:
-    """Returns the draws of positions ``(transitions, chains, 1, numbers)``."""
-    numbers = kept[:, :, 0].double()
-    r_hat = float(split_gelman_rubin(numbers, chain_dim=1, sample_dim=0).max())
-    effective = float(effective_sample_size(numbers, chain_dim=1, sample_dim=0).min())
-    parts = list[Mapping[str, Tensor]]()
-    for each in kept:
-        parts.append(path.path.at(path.position(each)).values)
+    """Returns the draws of positions ``(chains, 1, numbers)`` after each transition."""
+    parts = [path.path.at(path.position(each)).values for each in kept]
     samples = {
         name: torch.cat([part[name] for part in parts]).reshape(-1, *value.shape[1:])
         for name, value in drawn.samples.items()
     }
-    count = numbers.shape[0] * numbers.shape[1]
-    log_evidence = drawn.log_evidence
-    own = torch.full_like(log_evidence, max(0.0, 1 / effective - 1 / count))
-    unknown = torch.full_like(log_evidence, math.nan)
+    count = len(kept) * CHAINS
+    effective = min(found.effective, float(count))
+    own = torch.full_like(drawn.log_evidence, 1 / effective - 1 / count)
+    unknown = torch.full_like(drawn.log_evidence, math.nan)
     pool = Pool(drawn.log_evidence_error.square(), own, unknown)
-    weights = log_evidence.expand(count)
-    return Chained(WeightedSamples(samples, weights, drawn.plates, pool), effective, r_hat)
+    weights = drawn.log_evidence.expand(count)
+    result = WeightedSamples(samples, weights, drawn.plates, pool)
+    return Chained(result, effective, found.r_hat, found.agree)

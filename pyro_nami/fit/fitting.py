@@ -36,12 +36,12 @@ from pyro_nami.program.program import Program
 __all__ = ["Interrupted", "fit"]
 
 ENOUGH = 0.5  # share of the draws that are effective, from which more draws change little
+FEWEST = 1000  # draws that tell whether a guide is right
 FOLD = 4  # times as many points, by which mixtures of latents that come first are improved
 MOST_DRAWS = 64  # times as many as are asked for, a power of 4
 DRAWING = 20.0  # seconds of processor time that more draws may take
 TRAINING = 60.0  # and that training may
 CHAINS = 30.0  # and that chains may
-MOST_R_HAT = 1.05  # of chains that agree
 REMEDY = (
     "Look at `posterior.guide.rules` for what was learned, and why; tell the model more by its priors, or scale its data."
 )
@@ -95,12 +95,14 @@ def fit(
     check_counts(draws=draws)
     random = contextlib.nullcontext() if seed is None else forked_rng()
     bar = tqdm(total=0, bar_format="{desc} [{elapsed}]", leave=False, disable=not progress)
-    search = _Search(Program(model, args, kwargs), draws, bar)
+    search = _Search(Program(model, args, kwargs), max(draws, FEWEST), bar)
     with random, bar, pyro.settings.context(module_local_params=True), poutine.block():
         if seed is not None:
             pyro.set_rng_seed(seed)
         try:
             posterior = search.posterior()
+            if draws < FEWEST:
+                posterior = _fewer(posterior, draws)
         except KeyboardInterrupt as error:
             interrupted = Interrupted("fit was interrupted; see `partial` for what it had found.")
             interrupted.partial = search.partial()
@@ -185,18 +187,18 @@ class _Search:
     def _run_chains(self) -> None:
         """Takes draws of chains, if they agree with each other."""
         self._say("running chains")
-        tick = lambda i, num: self._say(f"running chains, {i} of {num} transitions")  # noqa: E731
+        tick = lambda count: self._say(f"running chains, {count} transitions")  # noqa: E731
         try:
             with _quiet():
                 found = run_chains(self._target, self._found, self.num, CHAINS, tick)
         except (NotImplementedError, ValueError):
             return  # what weights say stands
         how = f"chains from the guide's draws agree (R-hat {found.r_hat:.2f})"
-        if found.r_hat <= MOST_R_HAT and found.effective >= LEAST_EFFECTIVE:
+        if found.agree:
             judged = checked(how, found.effective)
         else:
-            reason = f"{_reason(self._found)}, and chains do not agree (R-hat {found.r_hat:.2f})"
-            judged = untrusted(reason, REMEDY)
+            how = f"chains from the guide's draws do not agree (R-hat {found.r_hat:.2f})"
+            judged = untrusted(how, REMEDY)
         self.found = Posterior.of(found.drawn, self._target, judged)
 
     # ---- what is known
@@ -226,6 +228,10 @@ class _Search:
     def _check(self) -> None:
         """Raises ValueError where there is no posterior to draw from."""
         net, rules = self.guide.bayesnet, self.guide.rules
+        if not net.latent:
+            raise ValueError(
+                f"Expected a model with at least one latent; got observed sites only: {quoted(net.observed)}."
+            )
         if not net.observed:
             raise ValueError(
                 f"Expected a model with data; got one that samples all of {quoted(net.sites)}, so that the posterior "
@@ -241,8 +247,12 @@ class _Search:
                 )
 
 
-def _reason(found: Posterior) -> str:
-    return str(found.verdict).split("because ")[-1].split(". ")[0]
+def _fewer(posterior: Posterior, num: int) -> Posterior:
+    """Returns fewer draws of a posterior, of equal weight."""
+    fewer = posterior.equally_weighted(num)
+    effective = float(fewer.effective_sample_size)
+    judged = posterior.verdict.of_fewer(effective)
+    return Posterior.of(fewer, posterior.target, judged)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyro
 import torch
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
@@ -20,6 +21,7 @@ from pyro_nami.fit.verdict import Verdict, of_weights
 from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, interval, over
 from pyro_nami.messages import aligned, quoted, warn
+from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.vectorized import unmapped
@@ -52,7 +54,7 @@ class Posterior(WeightedSamples):
 
     @classmethod
     def of(
-        cls, drawn: WeightedSamples, target: Target, judged: Verdict | None = None
+        cls, drawn: WeightedSamples, target: Target | None, judged: Verdict | None = None
     ) -> Posterior:
         """Returns the posterior of weighted draws."""
         return cls(drawn.samples, drawn.log_weights, drawn.plates, drawn.pool, target, judged)
@@ -62,8 +64,11 @@ class Posterior(WeightedSamples):
     @cached_property
     def draws(self) -> dict[str, Tensor]:
         """Draws of equal weight, site -> ``(num_samples, *data sets, *site shape)``, the same at each access."""
-        equal = self.log_weights == self.log_weights[:1]
-        return dict(self.samples) if bool(equal.all()) else self.resample(self.num_samples)
+        if bool((self.log_weights == self.log_weights[:1]).all()):
+            return dict(self.samples)
+        with forked_rng():
+            pyro.set_rng_seed(0)
+            return self.resample(self.num_samples)
 
     def __getitem__(self, site: str) -> Tensor:
         """Returns the draws of a site, ``(num_samples, *data sets, *site shape)``."""
@@ -243,7 +248,7 @@ class Posterior(WeightedSamples):
             "log_weights": self.log_weights,
             "plates": {name: list(names) for name, names in self.plates.items()},
             "pool": None if self.pool is None else tuple(self.pool),
-            "verdict": (self.verdict.kind, str(self.verdict), self.verdict.error),
+            "verdict": (self.verdict.kind, self.verdict.reason, self.verdict.error),
         }
         torch.save(held, path)
 

@@ -6,7 +6,7 @@ import math
 
 from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples
 
-__all__ = ["LEAST_EFFECTIVE", "MOST_ERROR", "Verdict", "checked", "exact", "of_weights", "untrusted"]
+__all__ = ["LEAST_EFFECTIVE", "MOST_ERROR", "Verdict", "checked", "of_weights", "untrusted"]
 
 MOST_ERROR = 0.1  # of a mean, in posterior standard deviations, that draws may be trusted with
 ERRORS = 2  # standard errors that an error is told with
@@ -19,52 +19,52 @@ MOST_SPREAD = 0.02
 class Verdict(str):
     """A sentence on draws.
 
-    Attributes:
+    Args:
         kind: ``"exact"``, ``"checked"`` or ``"not to be trusted"``; the sentence begins with it.
+        reason: what was found, and where draws are not to be trusted what to do.
         error: by how much a mean may be off, in posterior standard deviations (two standard errors).
 
     Example:
-        >>> verdict = checked("the weights have k-hat 0.2", 10_000)
-        >>> verdict.kind, verdict.error, bool(verdict.is_trusted)
-        ('checked', 0.02, True)
+        >>> verdict = Verdict("checked", "the importance weights have k-hat 0.20", 0.02)
+        >>> verdict.kind, verdict.is_trusted
+        ('checked', True)
         >>> print(verdict)
-        checked: the weights have k-hat 0.2; means are within 0.02 sd.
+        checked: the importance weights have k-hat 0.20; means are within 0.02 sd.
     """
 
     kind: str
+    reason: str
     error: float
 
-    def __new__(cls, kind: str, text: str, error: float) -> Verdict:
+    def __new__(cls, kind: str, reason: str, error: float) -> Verdict:
+        text = f"{kind}: {reason}; means are within {error:.2g} sd."
+        if not math.isfinite(error):
+            text = f"{kind}, because {reason}"
         verdict = super().__new__(cls, text)
-        verdict.kind, verdict.error = kind, error
+        verdict.kind, verdict.reason, verdict.error = kind, reason, error
         return verdict
 
     def __getnewargs__(self) -> tuple[str, str, float]:  # type: ignore[override]
-        return self.kind, str(self), self.error
+        return self.kind, self.reason, self.error
 
     @property
     def is_trusted(self) -> bool:
         """Whether the draws are exact or checked."""
         return self.kind != "not to be trusted"
 
-
-def exact(spread: float, effective: float) -> Verdict:
-    """Returns the verdict on draws from conditionals in closed form, whose log weights differ by rounding alone."""
-    error = _error(effective)
-    text = f"all conditionals are in closed form, and log weights agree to {spread:.1g} nats"
-    return Verdict("exact", f"exact: {text}; means are within {error:.2g} sd.", error)
+    def of_fewer(self, effective: float) -> Verdict:
+        """Returns the verdict on an effective number of draws that were taken from those of this one."""
+        return Verdict(self.kind, self.reason, max(self.error, _error(effective)))
 
 
-def checked(how: str, effective: float) -> Verdict:
+def checked(reason: str, effective: float) -> Verdict:
     """Returns the verdict on draws that were checked, of an effective number."""
-    error = _error(effective)
-    return Verdict("checked", f"checked: {how}; means are within {error:.2g} sd.", error)
+    return Verdict("checked", reason, _error(effective))
 
 
 def untrusted(reason: str, remedy: str) -> Verdict:
     """Returns the verdict on draws that may be wrong by any amount."""
-    text = f"not to be trusted, because {reason}. {remedy}"
-    return Verdict("not to be trusted", text, math.inf)
+    return Verdict("not to be trusted", f"{reason}. {remedy}", math.inf)
 
 
 def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict:
@@ -82,7 +82,8 @@ def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict
     spread = float(drawn.log_weights.std(0).max()) if drawn.num_samples > 1 else math.inf
     is_resampled = drawn.pool is not None and bool((drawn.pool.draws > 0).any())
     if is_derived and spread <= MOST_SPREAD and not is_resampled:
-        return exact(spread, effective)
+        agreed = f"all conditionals are in closed form, and log weights agree to {spread:.1g} nats"
+        return Verdict("exact", agreed, _error(effective))
     if not k <= K_MAX:
         return untrusted(f"the importance weights have a heavy tail (k-hat {k:.2f})", remedy)
     if effective < LEAST_EFFECTIVE:

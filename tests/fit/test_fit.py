@@ -1,0 +1,207 @@
+"""`fit` against posteriors that are known: exact evidences, dense grids, two modes; and what it refuses."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.distributions import constraints
+
+from models import eight_schools, eight_schools_data
+
+from pyro_nami import Interrupted, Posterior, fit
+from pyro_nami.fit import fitting
+
+Y, SIGMA = eight_schools_data()
+
+
+def schools(sigma, y=None):
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    with pyro.plate("schools", len(sigma)):
+        pyro.sample("y", dist.Normal(mu, sigma), obs=y)
+
+
+def fitted(model, *args, **options):
+    return fit(model, *args, **{"progress": False, "seed": 0, **options})
+
+
+def test_eight_schools_is_exact():
+    posterior = fitted(eight_schools, Y, SIGMA)
+    assert posterior.verdict.kind == "exact" and posterior.verdict.is_trusted
+    assert float(posterior.log_evidence) == pytest.approx(-31.3113, abs=1e-3)  # by quadrature
+    assert posterior["theta"].shape == (4000, 8)
+    assert float(posterior.mean("mu")) == pytest.approx(4.41, abs=0.3)  # of reference draws
+    assert float(posterior.std("tau")) == pytest.approx(3.20, abs=0.3)
+
+
+def robust(y):
+    """A location, a scale and degrees of freedom: three numbers without closed forms, and skewed."""
+    loc = pyro.sample("loc", dist.Normal(0.0, 5.0))
+    scale = pyro.sample("scale", dist.HalfCauchy(2.0))
+    freedom = pyro.sample("freedom", dist.Gamma(2.0, 0.1))
+    with pyro.plate("rows", y.shape[-1]):
+        pyro.sample("y", dist.StudentT(freedom, loc, scale), obs=y)
+
+
+def test_a_located_posterior_agrees_with_a_dense_grid():
+    y = torch.tensor([0.1, 0.4, -0.3, 0.9, 1.1, 0.5, 7.0, 0.2, -0.6, 0.8])
+    posterior = fitted(robust, y, draws=8000)
+    assert posterior.verdict.kind == "checked"
+    axes = [torch.linspace(*ends, 140, dtype=torch.float64) for ends in ((-4, 4), (-5, 3), (-4, 6))]
+    loc, scale, freedom = torch.meshgrid(*axes, indexing="ij")
+    values = {"loc": loc, "scale": scale.exp(), "freedom": freedom.exp()}
+    log_p = (
+        dist.Normal(0.0, 5.0).log_prob(loc)
+        + dist.HalfCauchy(2.0).log_prob(values["scale"])
+        + dist.Gamma(2.0, 0.1).log_prob(values["freedom"])
+        + scale
+        + freedom
+    )
+    for each in y.double():
+        log_p = log_p + dist.StudentT(values["freedom"], loc, values["scale"]).log_prob(each)
+    cell = math.prod(float(axis[1] - axis[0]) for axis in axes)
+    evidence = float(log_p.flatten().logsumexp(0)) + math.log(cell)
+    weights = log_p.flatten().softmax(0).reshape(log_p.shape)
+    assert float(posterior.log_evidence) == pytest.approx(evidence, abs=0.05)
+    for name, value in values.items():
+        mean = float((weights * value).sum())
+        sd = float((weights * (value - mean).square()).sum().sqrt())
+        assert float(posterior.mean(name)) == pytest.approx(mean, abs=0.06 * sd), name
+        assert float(posterior.std(name)) == pytest.approx(sd, rel=0.1), name
+
+
+def test_both_modes_are_drawn():
+    """The sign of a slope's root is open, by symmetry; three more numbers keep it from a grid."""
+    torch.manual_seed(0)
+    x = torch.linspace(-1, 1, 30)
+    y = 4.0 * x + 0.5 + 0.3 * torch.randn(30)
+
+    def model(y):
+        root = pyro.sample("root", dist.Normal(0.0, 3.0))
+        shift = pyro.sample("shift", dist.Laplace(0.0, 1.0))
+        noise = pyro.sample("noise", dist.HalfCauchy(1.0))
+        freedom = pyro.sample("freedom", dist.Gamma(4.0, 0.2))
+        with pyro.plate("rows", len(x)):
+            loc = root.unsqueeze(-1).square() * x + shift.unsqueeze(-1)
+            pyro.sample("y", dist.StudentT(freedom.unsqueeze(-1), loc, noise.unsqueeze(-1)), obs=y)
+
+    posterior = fitted(model, y)
+    assert posterior.verdict.is_trusted
+    assert 0.45 < float((posterior["root"] > 0).double().mean()) < 0.55
+    assert float(posterior["root"].abs().mean()) == pytest.approx(2.0, abs=0.1)
+
+
+def test_few_draws_and_many_of_a_model_that_is_written_for_one():
+    def model(y):
+        rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+        for i in range(len(y)):
+            pyro.sample(f"y{i}", dist.Poisson(rate if float(rate) > 0 else rate + 1.0), obs=y[i])
+
+    y = torch.tensor([2.0, 3.0, 1.0])
+    posterior = fitted(model, y, draws=200)
+    assert posterior["rate"].shape == (200,)
+    assert float(posterior.mean("rate")) == pytest.approx(8 / 4, abs=0.3)  # Gamma(2 + 6, 1 + 3)
+
+
+def test_double_precision_follows_the_model():
+    assert fitted(eight_schools, Y.double(), SIGMA.double(), draws=100)["mu"].dtype is torch.float64
+
+
+def test_a_seed_gives_the_same_draws_and_leaves_others_alone():
+    pyro.set_rng_seed(7)
+    expected = torch.rand(3)
+    pyro.set_rng_seed(7)
+    first, second = (fitted(eight_schools, Y, SIGMA, draws=50, seed=3) for _ in range(2))
+    assert torch.equal(first["mu"], second["mu"])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_parameter_store_stays_as_it_was():
+    pyro.clear_param_store()
+    fitted(robust, torch.randn(20), draws=100)
+    fitted(robust, torch.randn(12), draws=100)
+    assert not list(pyro.get_param_store().keys())
+
+
+# ---- what is refused, and what is told
+
+
+def test_a_model_without_data_is_told():
+    with pytest.raises(ValueError, match="Expected a model with data.*'mu'"):
+        fitted(schools, SIGMA)
+
+
+def test_a_model_without_latents_is_told():
+    def model(y):
+        pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="at least one latent"):
+        fitted(model, torch.tensor(1.0))
+
+
+def test_an_improper_posterior_is_told_with_its_latent():
+    flat = dist.ImproperUniform(constraints.real, (), ())
+
+    def model(x, y):
+        a, b = pyro.sample("a", flat), pyro.sample("b", flat)
+        with pyro.plate("rows", len(y)):
+            logits = a.unsqueeze(-1) + b.unsqueeze(-1) * x
+            pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    x = torch.linspace(-1, 1, 20)
+    with pytest.raises(ValueError, match="improper.*'b'"):
+        fitted(model, x, (x > 0).float())  # which a line separates
+
+
+def test_a_density_that_is_nowhere_finite_names_its_site():
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mean * math.nan, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="'y'|loc"):
+        fitted(model, torch.tensor(1.0))
+
+
+def test_bad_weights_are_told(monkeypatch):
+    """Where nothing may be improved, draws of a bad guide are not to be trusted, and the reason is in the verdict."""
+    for name in ("TRAINING", "DRAWING", "CHAINS"):
+        monkeypatch.setattr(fitting, name, 0.0)
+    monkeypatch.setattr(fitting._Search, "_run_chains", lambda self: None)
+    monkeypatch.setattr(fitting._Search, "_trained", lambda self: self.found)
+
+    def model(y):
+        z = pyro.sample("z", dist.Bernoulli(0.5 * torch.ones(30)).to_event(1))
+        pyro.sample("y", dist.Normal((z * torch.arange(1.0, 31.0).sqrt()).sum(-1), 0.01), obs=y)
+
+    with pytest.warns(UserWarning, match="not to be trusted, because"):
+        posterior = fitted(model, torch.tensor(60.0))
+    assert not posterior.verdict.is_trusted and "heavy tail" in posterior.verdict
+
+
+@pytest.mark.parametrize("stage, has_found", [("_check", False), ("_draw_more", True)])
+def test_what_was_found_before_an_interrupt_is_in_the_error(monkeypatch, stage, has_found):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting._Search, stage, interrupt)
+    with pytest.raises(Interrupted) as caught:
+        fitted(eight_schools, Y, SIGMA, draws=100)
+    partial = caught.value.partial
+    assert isinstance(partial, Posterior) if has_found else partial is None
+    assert partial is None or not partial.verdict.is_trusted
+
+
+def test_chains_mend_a_guide_that_is_off(monkeypatch):
+    """Draws that are shifted by a deviation, with the weights that belong to them forgotten."""
+    y = torch.randn(12) + 1.0
+    posterior = fitted(robust, y, draws=2000)
+    search = fitting._Search(posterior.target.program, 2000, fitting.tqdm(disable=True))
+    search.guide = posterior.guide
+    shifted = {**posterior.draws, "loc": posterior["loc"] + posterior.std("loc")}
+    weights = torch.zeros(2000)
+    search.found = Posterior(shifted, weights, posterior.plates, None, posterior.target)
+    search._run_chains()
+    assert search.found.verdict.kind == "checked" and "R-hat" in str(search.found.verdict)
+    off = (search.found.mean("loc") - posterior.mean("loc")) / posterior.std("loc")
+    assert abs(float(off)) < 0.15

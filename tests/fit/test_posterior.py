@@ -1,0 +1,141 @@
+"""What a `Posterior` is asked, against conjugate posteriors; its files, pictures, and what `amortize` returns."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_nami import Posterior, amortize, fit
+
+Y = torch.tensor([1.0, 2.0, 4.0, 0.5])
+PRECISION = 1 / 9 + 4  # of the mean: prior sd 3, noise 1
+MEAN, SD = float(Y.sum()) / PRECISION, PRECISION**-0.5
+
+
+def normal_model(size, y=None):
+    mean = pyro.sample("mean", dist.Normal(0.0, 3.0))
+    with pyro.plate("rows", size):
+        return pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def effects(size, y=None):
+    scale = pyro.sample("scale", dist.HalfNormal(2.0))
+    with pyro.plate("rows", size):
+        effect = pyro.sample("effect", dist.Normal(0.0, scale))
+        pyro.sample("y", dist.Normal(effect, 1.0), obs=y)
+
+
+@pytest.fixture
+def posterior():
+    return fit(normal_model, 4, Y, seed=0, progress=False)
+
+
+def test_log_prob_is_the_normalized_density(posterior):
+    mean = torch.linspace(-2, 4, 50)
+    expected = dist.Normal(MEAN, SD).log_prob(mean)
+    torch.testing.assert_close(posterior.log_prob({"mean": mean}), expected, rtol=0, atol=1e-4)
+    one = posterior.log_prob({"mean": 1.0})
+    assert one.shape == () and float(one) == pytest.approx(
+        float(dist.Normal(MEAN, SD).log_prob(torch.tensor(1.0))), abs=1e-4
+    )
+
+
+def test_log_prob_refuses_what_fits_no_site(posterior):
+    with pytest.raises(ValueError, match="got none of 'mean'"):
+        posterior.log_prob({})
+    local = fit(effects, 4, Y, seed=0, progress=False)
+    with pytest.raises(ValueError, match="of one batch"):
+        local.log_prob({"scale": torch.ones(3), "effect": torch.ones(2, 4)})
+
+
+def test_the_mode_is_that_of_the_density(posterior):
+    assert float(posterior.map["mean"]) == pytest.approx(MEAN, abs=1e-3)
+
+
+def test_where_the_density_has_no_bound_the_mode_says_so():
+    local = fit(effects, 4, torch.zeros(4), seed=0, progress=False)
+    with pytest.warns(UserWarning, match="No mode"):
+        assert local.map["effect"].shape == (4,)
+
+
+def test_predictions_are_of_the_posterior(posterior):
+    drawn = posterior.predict(3)["y"]
+    assert drawn.shape == (4000, 3)
+    assert float(drawn.mean()) == pytest.approx(MEAN, abs=0.06)
+    assert float(drawn.std()) == pytest.approx(math.hypot(SD, 1.0), rel=0.03)
+
+
+def test_other_instances_are_the_models_own_and_told():
+    local = fit(effects, 4, 3 * Y, seed=0, progress=False)
+    same = local.predict(4)
+    assert "effect" not in same
+    off = (same["y"].mean(0) - local["effect"].mean(0)) / local["effect"].std(0)
+    assert (off.abs() < 0.2).all()
+    with pytest.warns(UserWarning, match="no draws of 'effect'"):
+        other = local.predict(6)
+    assert other["effect"].shape == (4000, 6)
+    spread = other["effect"].std(0) / local["scale"].square().mean().sqrt()
+    assert (spread - 1).abs().max() < 0.1
+
+
+def test_a_file_gives_the_posterior_back(posterior, tmp_path):
+    posterior.save(tmp_path / "posterior.pt")
+    loaded = Posterior.load(tmp_path / "posterior.pt", normal_model, 4, Y)
+    assert torch.equal(loaded["mean"], posterior["mean"])
+    assert loaded.verdict == posterior.verdict and loaded.verdict.kind == "exact"
+    assert torch.equal(loaded.log_evidence, posterior.log_evidence)
+    assert loaded.predict(2)["y"].shape == (4000, 2)
+    alone = Posterior.load(tmp_path / "posterior.pt")
+    assert torch.equal(alone.mean("mean"), posterior.mean("mean"))
+    with pytest.raises(ValueError, match="with its model"):
+        alone.predict(2)
+
+
+def test_the_summary_tells_verdict_draws_and_by_how_much_weights_moved(posterior):
+    lines = posterior.summary().splitlines()
+    assert any("exact" in line for line in lines)
+    name, mean, sd, *_, draws, moved = lines[-1].split()
+    assert name == "mean" and float(mean) == pytest.approx(MEAN, abs=0.05)
+    assert float(sd) == pytest.approx(SD, rel=0.05) and int(draws) > 3900 and float(moved) < 0.01
+
+
+def test_effective_draws_count_the_error_of_each_mean():
+    """Weights of 0 and 2 leave half of the draws; the error of a mean is that of as many."""
+    z = torch.randn(4000, dtype=torch.float64)
+    weights = torch.tensor([-math.inf, math.log(2.0)], dtype=torch.float64).repeat(2000)
+    weighted = Posterior({"z": z}, weights)
+    assert float(weighted._effective("z")) == pytest.approx(2000, rel=0.1)
+
+
+def test_unknown_sites_are_named(posterior):
+    with pytest.raises(KeyError, match="'mean'.*'other'"):
+        posterior["other"]
+
+
+def test_pictures(posterior):
+    pytest.importorskip("matplotlib")
+    assert len(posterior.plot().axes) == 1
+    local = fit(effects, 4, Y, seed=0, progress=False)
+    assert len(local.plot(["effect"], num=3).axes) == 9
+
+
+def test_arviz(posterior):
+    pytest.importorskip("arviz")
+    data = posterior.to_arviz()
+    assert data["posterior"]["mean"].shape == (1, 4000)
+
+
+def test_amortize_gives_the_same_class():
+    posterior = amortize(normal_model, 4, observed=["y"], simulations=100, progress=False)({"y": Y})
+    assert isinstance(posterior, Posterior) and posterior.verdict.kind == "exact"
+    assert float(posterior.log_prob({"mean": 1.0})) == pytest.approx(
+        float(dist.Normal(MEAN, SD).log_prob(torch.tensor(1.0))), abs=1e-3
+    )
+    several = amortize(normal_model, 4, observed=["y"], simulations=100, progress=False)(
+        {"y": torch.stack([Y, 2 * Y])}
+    )
+    assert several["mean"].shape == (1000, 2)
+    with pytest.raises(NotImplementedError, match="one data set"):
+        several.predict(4)
