@@ -94,7 +94,7 @@ def fit(
     """
     check_counts(draws=draws)
     random = contextlib.nullcontext() if seed is None else forked_rng()
-    bar = tqdm(total=0, bar_format="{desc} [{elapsed}]", leave=False, disable=not progress)
+    bar = tqdm(desc="fit", total=0, bar_format="{desc} [{elapsed}]", leave=False, disable=not progress)
     search = _Search(Program(model, args, kwargs), max(draws, FEWEST), bar)
     with random, bar, pyro.settings.context(module_local_params=True), poutine.block():
         if seed is not None:

@@ -1,4 +1,4 @@
-"""The commands ``inspect``, ``invert`` and ``verify``, with their options and exit codes."""
+"""The commands ``fit``, ``inspect``, ``invert`` and ``verify``, with their options and exit codes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from pyro import poutine
 
+from pyro_nami.fit import fit
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversion_methods import DIRECTIONS, INVERSIONS, nami_steps
 from pyro_nami.graph.verification import verify_inverse
@@ -22,20 +24,21 @@ from pyro_nami.guide.first_call import with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.guide.order import invert
 from pyro_nami.reading.interventions import is_blocked
-from pyro_nami.show.model_file import Failure, FoundModel, find, told
+from pyro_nami.show.model_file import Failure, FoundModel, find, loaded, told
 from pyro_nami.show.report import COMMENTS, Report, inverse_report, network_report, verdict_report
 
 _PROGRAM = "pyro-nami"
 _FORMATS = {".txt": "text", ".mmd": "mermaid", ".dot": "dot", ".json": "json"}
 _HELP = """\
 examples:
+  python -m pyro_nami fit model.py:model --args "data()" -o posterior.nc
   python -m pyro_nami inspect model.py:model --args "data()"
   python -m pyro_nami invert model.py:model --inverse forward --steps
   python -m pyro_nami verify model.py:model --inverse mean_field -o verdict.json
 
 exit codes:
   0  all is well
-  1  verify finds the inverse not faithful (with --minimal: or not minimal)
+  1  verify finds the inverse not faithful (with --minimal: or not minimal); draws of fit are not to be trusted
   2  no answer: an option, file, name, argument or model does not work; stderr says why, in one line
 
 JSON is one object. Plates, parents and sites come in a fixed order; keys may be added, not changed:
@@ -74,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
+        if options.command == "fit":
+            return _fit(options)
         format = _format(options)
         found = find(
             options.target,
@@ -101,13 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="The Bayesian network of a Pyro model, and its inverses.",
+        description="The posterior of a Pyro model, its Bayesian network, and its inverses.",
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        required=True, metavar="{inspect,invert,verify}", dest="command"
+        required=True, metavar="{fit,inspect,invert,verify}", dest="command"
     )
+    _add_fit(commands)
     common, of_inverse = _common_options(), _inverse_options()
     command = commands.add_parser(
         "inspect", help="the Bayesian network of a model", parents=[common]
@@ -132,9 +138,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _common_options() -> argparse.ArgumentParser:
+def _add_fit(commands: Any) -> None:
+    command = commands.add_parser(
+        "fit", help="its posterior given data", parents=[_model_options()]
+    )
+    add = command.add_argument
+    add("--draws", type=int, default=4000, help="number of draws (4000)")
+    add("--prob", type=float, default=0.9, help="of the intervals in the table (0.9)")
+    add(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="for the draws: .nc for ArviZ, .pt for Posterior.load",
+    )
+
+
+def _model_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.set_defaults(steps=False)
     add = parser.add_argument
     add("target", metavar="MODEL", help="path/to/file.py:name or package.module:name")
     add(
@@ -144,6 +165,14 @@ def _common_options() -> argparse.ArgumentParser:
         "file are known; by default the file's <name>_args, if it has that, else none",
     )
     add("--kwargs", metavar="EXPRESSION", help="its keyword arguments: a dict")
+    add("--seed", type=int, default=0, help="of all random numbers (0)")
+    return parser
+
+
+def _common_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, parents=[_model_options()])
+    parser.set_defaults(steps=False)
+    add = parser.add_argument
     add(
         "--observed",
         metavar="A,B",
@@ -151,7 +180,6 @@ def _common_options() -> argparse.ArgumentParser:
         default=[],
         help="sites that this call samples, but that inference will condition on",
     )
-    add("--seed", type=int, default=0, help="of all random numbers (0)")
     add(
         "--checks",
         type=int,
@@ -223,7 +251,31 @@ def _blocks(text: str) -> list[list[str]]:
     return [_names(block) for block in text.split(";")]
 
 
-# Each command returns its report and the exit code.
+def _fit(options: argparse.Namespace) -> int:
+    """Prints the posterior's summary, and writes its draws; returns 1 for draws that are not to be trusted."""
+    path = options.output
+    if path is not None and path.suffix not in (".nc", ".pt"):
+        raise Failure(f"Expected a file that ends in .nc or .pt; got {str(path)!r}.")
+    with loaded(options.target, options.args, options.kwargs, options.seed) as found:
+        try:
+            with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The posterior is not to be trusted")
+                posterior = fit(
+                    found.model, *found.args, draws=options.draws, seed=options.seed, **found.kwargs
+                )
+            table = posterior.summary(options.prob)
+        except Exception as error:
+            raise found.failure(error, options.target) from error
+    print(table)
+    if path is not None:
+        try:
+            posterior.save(path) if path.suffix == ".pt" else posterior.to_arviz().to_netcdf(path)
+        except (ImportError, OSError, ValueError) as error:
+            raise Failure(f"Expected to write the output; got {told(error)}.") from error
+    return 0 if posterior.verdict.is_trusted else 1
+
+
+# Each command on networks returns its report and the exit code.
 
 
 def _inspect(options: argparse.Namespace, found: FoundModel) -> tuple[Report, int]:

@@ -5,7 +5,7 @@ Whatever goes wrong in a user's file ends here, as a `Failure` of one line.
 
 from __future__ import annotations
 
-__all__ = ["Failure", "FoundModel", "find", "told"]
+__all__ = ["Failure", "FoundModel", "find", "loaded", "told"]
 
 import contextlib
 import importlib
@@ -41,26 +41,39 @@ class FoundModel(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def find(
-    target: str,
-    args: str | None,
-    kwargs: str | None,
-    *,
-    observed: Sequence[str],
-    seed: int,
-    checks: int,
-) -> FoundModel:
-    """Imports the target's file and extracts the network of the model.
+class LoadedModel(NamedTuple):
+    """A model with its arguments, and the file that it is from; None for one of a module."""
+
+    model: Callable
+    args: tuple
+    kwargs: Mapping[str, Any]
+    path: Path | None
+
+    def failure(self, error: Exception, target: str) -> Failure:
+        """Returns the failure that stands for an error of ours, or of the user's model."""
+        count = len(self.args) + len(self.kwargs)
+        called = f"{count} argument(s)" if count else "no arguments"
+        return Failure(
+            f"The model {target!r}, called with {called}, fails: {told(error, self.path)}. "
+            "Give its arguments by --args."
+        )
+
+
+@contextlib.contextmanager
+def loaded(
+    target: str, args: str | None, kwargs: str | None, seed: int
+) -> Iterator[LoadedModel]:
+    """Imports the target's file, and yields its model and arguments.
 
     The folder of a file (the current one, for a module) is on ``sys.path`` meanwhile. What importing it prints goes to
-    stderr; what the model prints, in its runs, goes nowhere. The seed is set before import and extraction.
+    stderr. The seed is set before import and before the block.
 
     Args:
         target: ``path/to/file.py:name`` or ``package.module:name``.
         args: an expression for the arguments: a tuple, or anything else for the only argument. Without one, the
             variable ``<name>_args`` of the file is taken, if there is one.
         kwargs: an expression for a dict of keyword arguments.
-        observed, checks: those of `extract`.
+        seed: of all random numbers.
 
     Raises:
         Failure: something of this does not work.
@@ -74,24 +87,52 @@ def find(
             f"Expected a Python file; got {place!r}, which does not exist or is not a file."
         )
     pyro.set_rng_seed(seed)
-    with _importable(path), contextlib.redirect_stdout(sys.stderr):
-        names = _imported(place, path)
-        model = _model(names, place, name)
-        positional, named = _arguments(names, name, args, kwargs)
+    with _importable(path):
+        with contextlib.redirect_stdout(sys.stderr):
+            names = _imported(place, path)
+            model = _model(names, place, name)
+            positional, named = _arguments(names, name, args, kwargs)
         pyro.set_rng_seed(seed)
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            contextlib.redirect_stdout(io.StringIO()),
-        ):
-            warnings.simplefilter("always", UserWarning)
-            try:
-                extraction = extract(model, positional, named, observed=observed, checks=checks)
-            except Exception as error:
-                raise _failure(error, target, path, len(positional) + len(named)) from error
+        yield LoadedModel(model, positional, named, path)
+
+
+def find(
+    target: str,
+    args: str | None,
+    kwargs: str | None,
+    *,
+    observed: Sequence[str],
+    seed: int,
+    checks: int,
+) -> FoundModel:
+    """Imports the target's file as `loaded` does, and extracts the network of the model.
+
+    What the model prints, in its runs, goes nowhere.
+
+    Args:
+        target, args, kwargs, seed: those of `loaded`.
+        observed, checks: those of `extract`.
+
+    Raises:
+        Failure: something of this does not work.
+    """
+    with (
+        loaded(target, args, kwargs, seed) as found,
+        warnings.catch_warnings(record=True) as caught,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        warnings.simplefilter("always", UserWarning)
+        try:
+            extraction = extract(
+                found.model, found.args, found.kwargs, observed=observed, checks=checks
+            )
+        except Exception as error:
+            ours = Failure(_line(error)) if _is_ours(error) else found.failure(error, target)
+            raise ours from error
     if not extraction.bayesnet.sites:
         raise Failure(f"Expected a model with sample sites; got {target!r}, which has none.")
     messages = tuple(dict.fromkeys(_line(warning.message) for warning in caught))
-    return FoundModel(model, positional, named, extraction, messages)
+    return FoundModel(found.model, found.args, found.kwargs, extraction, messages)
 
 
 def _arguments(
@@ -103,17 +144,6 @@ def _arguments(
     if not isinstance(named, Mapping) or not all(isinstance(key, str) for key in named):
         raise Failure(f"Expected --kwargs to be a dict with names as keys; got {kwargs!r}.")
     return given if isinstance(given, tuple) else (given,), named
-
-
-def _failure(error: Exception, target: str, path: Path | None, num_arguments: int) -> Failure:
-    """Returns the failure that stands for an error of extraction, or of the user's model."""
-    if _is_ours(error):
-        return Failure(_line(error))
-    called = f"{num_arguments} argument(s)" if num_arguments else "no arguments"
-    return Failure(
-        f"The model {target!r}, called with {called}, fails: {told(error, path)}. "
-        "Give its arguments by --args."
-    )
 
 
 def told(error: BaseException, path: Path | None = None) -> str:
