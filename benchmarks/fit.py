@@ -25,8 +25,8 @@ import numpy as np
 import pyro
 import torch
 from posteriordb import is_right
-from posteriors import FLAT, FOLDER, Posterior, options, posteriors, wide
-from pyro.infer import SVI, Predictive, Trace_ELBO
+from posteriors import FLAT, Posterior, options, posteriors, wide
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from pyro.optim import ClippedAdam
 
@@ -225,12 +225,16 @@ def _print_totals(rows: list[dict[str, Any]]) -> None:
     right = [is_right(row["errors"]) for row in rows]
     trusted = [row["verdict"] in ("exact", "checked") for row in rows]
     wrong = sum(not good and told for good, told in zip(right, trusted))
-    print(f"{sum(right)} of {len(rows)} within 0.1 sd and 10%; trusted {sum(trusted)}; trusted and wrong {wrong}")
+    print(
+        f"{sum(right)} of {len(rows)} within 0.1 sd and 10%; trusted {sum(trusted)}; trusted and wrong {wrong}"
+    )
     ratios = [row["stan"]["seconds"] / row["seconds"] for row in rows if "stan" in row]
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         sooner = sum(ratio > 1 for ratio in ratios)
-        print(f"sooner than Stan: {sooner} of {len(ratios)}; geometric mean of the ratios {mean:.2f}")
+        print(
+            f"sooner than Stan: {sooner} of {len(ratios)}; geometric mean of the ratios {mean:.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.messages import warn
-from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.isolation import forked_rng, seed_rng
 
 # share of simulations that may be NaN or infinite: those with finite data keep their posterior
 MAX_SKIPPED = 0.95
@@ -35,7 +34,7 @@ def seeded(seed: int | None) -> Iterator[None]:
     """Runs a block without handlers and gradients, and leaves the random state outside as it was."""
     with forked_rng(), torch.no_grad(), poutine.block():
         if seed is not None:
-            pyro.set_rng_seed(seed)
+            seed_rng(seed)
         yield
 
 

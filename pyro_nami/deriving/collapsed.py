@@ -214,7 +214,10 @@ class Collapsed:
         near = Ascent(*(_taken(each, best) for each in found))
         is_other = self._are_separate(found, near)
         self.others = (near.height - found.height)[is_other]
-        self._further = [Ascent(*(part[i] for part in found)) for i in is_other.reshape(len(found.height), -1).any(1).nonzero().flatten().tolist()]
+        self._further = [
+            Ascent(*(part[i] for part in found))
+            for i in is_other.reshape(len(found.height), -1).any(1).nonzero().flatten().tolist()
+        ]
         if weighs:  # a point far out, where others have modes, takes many runs
             near = measured(self._heights, near)
         self._near = root_of(near.inverse)
@@ -325,7 +328,9 @@ class Collapsed:
         if len(parts) == 1:
             return parts[0]
         before = self._parts[0][name].before
-        likely = [sum(self._log_q(part[other], other, values) for other in before) for part in self._parts]
+        likely = [
+            sum(self._log_q(part[other], other, values) for other in before) for part in self._parts
+        ]
         log_shares = self._log_shares + torch.stack(list(map(torch.as_tensor, likely)), -1)
         log_shares = log_shares.log_softmax(-1)
         lead = None if dims is None else max(0, dims - len(self._coordinates.plates[name]))

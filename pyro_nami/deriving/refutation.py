@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from pyro_nami.deriving.newton import LOST, Newton, has_one_mode, is_concave
 from pyro_nami.deriving.quadrature import INACCURATE, Tabulated
 from pyro_nami.program.first_run import is_node
 from pyro_nami.program.flat_priors import CUT, MOST_LOST
-from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.isolation import forked_rng, seed_rng
 from pyro_nami.program.masks import rounding_of
 from pyro_nami.program.runner import RunModel
 
@@ -312,7 +311,7 @@ class Refutation:
         if here.group.needed:
             return ""
         with torch.no_grad(), forked_rng():
-            pyro.set_rng_seed(0)
+            seed_rng(0)
             lost = max((float(each.max()) for each in here.lost().values()), default=0.0)
         return CUT.format(lost) if lost > MOST_LOST else ""
 

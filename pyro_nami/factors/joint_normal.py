@@ -220,7 +220,9 @@ class MixedNormals(TorchDistribution):
         lead = shape[: len(shape) - len(held)]
         shares = self.log_shares.exp().expand(*lead, -1)
         chosen = torch.multinomial(shares.reshape(-1, shares.shape[-1]), 1)
-        drawn = [each.expand(shape[: len(shape) - each.event_dim]).rsample() for each in self._parts]
+        drawn = [
+            each.expand(shape[: len(shape) - each.event_dim]).rsample() for each in self._parts
+        ]
         values = torch.stack(drawn, len(lead)).reshape(len(chosen), len(drawn), -1)
         index = chosen[..., None].expand(-1, -1, values.shape[-1])
         return values.gather(1, index).reshape(shape)

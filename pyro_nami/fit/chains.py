@@ -31,7 +31,9 @@ MOST_R_HAT = 1.05  # of chains that agree
 ACCEPTANCE = 0.8  # of a transition, that the step size is chosen for
 FIRST_STEP = 0.3  # in standard deviations
 ADAPTATION = 0.5  # change of the log step size by an acceptance that is off by 1
-QUARTER = math.pi / 2  # length of a trajectory that makes a Normal's ends independent, in standard deviations
+QUARTER = (
+    math.pi / 2
+)  # length of a trajectory that makes a Normal's ends independent, in standard deviations
 MOST_STEPS = 32  # of a trajectory
 SHRINKAGE = 0.05  # of correlations towards zero: what few draws tell of a matrix
 
@@ -98,7 +100,9 @@ def run_chains(
     given = drawn.resample(max(num, CHAINS))
     start = Start.of(target, {}, given).checked(max(num, CHAINS), slice(0, 1))
     many, position = start.path(max(num, CHAINS), slice(0, 1))
-    path = _Whitened(replace(many, extent=start.target.extent(CHAINS, slice(0, 1))), *_moments(position[:, 0]))
+    path = _Whitened(
+        replace(many, extent=start.target.extent(CHAINS, slice(0, 1))), *_moments(position[:, 0])
+    )
     first = torch.linalg.solve_triangular(
         path.root, (position[:CHAINS] - path.center).mT, upper=False
     ).mT

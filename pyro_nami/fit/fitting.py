@@ -23,14 +23,14 @@ from pyro_nami.deriving.collapsed import OPEN
 from pyro_nami.fit.chains import run_chains
 from pyro_nami.fit.posterior import Posterior, is_derived
 from pyro_nami.fit.training import train
-from pyro_nami.fit.verdict import LEAST_EFFECTIVE, MOST_ERROR, checked, of_weights, untrusted
+from pyro_nami.fit.verdict import LEAST_EFFECTIVE, checked, of_weights, untrusted
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples
 from pyro_nami.messages import check_counts, quoted, warn
 from pyro_nami.program.flat_priors import is_improper
-from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.isolation import forked_rng, seed_rng
 from pyro_nami.program.program import Program
 
 __all__ = ["Interrupted", "fit"]
@@ -43,7 +43,8 @@ DRAWING = 20.0  # seconds of processor time that more draws may take
 TRAINING = 60.0  # and that training may
 CHAINS = 30.0  # and that chains may
 REMEDY = (
-    "Look at `posterior.guide.rules` for what was learned, and why; tell the model more by its priors, or scale its data."
+    "Look at `posterior.guide.rules` for what was learned, and why; tell the model more by its priors, or scale its "
+    "data."
 )
 
 
@@ -94,11 +95,13 @@ def fit(
     """
     check_counts(draws=draws)
     random = contextlib.nullcontext() if seed is None else forked_rng()
-    bar = tqdm(desc="fit", total=0, bar_format="{desc} [{elapsed}]", leave=False, disable=not progress)
+    bar = tqdm(
+        desc="fit", total=0, bar_format="{desc} [{elapsed}]", leave=False, disable=not progress
+    )
     search = _Search(Program(model, args, kwargs), max(draws, FEWEST), bar)
     with random, bar, pyro.settings.context(module_local_params=True), poutine.block():
         if seed is not None:
-            pyro.set_rng_seed(seed)
+            seed_rng(seed)
         try:
             posterior = search.posterior()
             if draws < FEWEST:
@@ -164,7 +167,12 @@ class _Search:
         """Returns weighted draws of the guide after training."""
         self._say("learning")
         return train(
-            self._target, self.guide, self._found, lambda: self._weighed(self.num), TRAINING, self._say
+            self._target,
+            self.guide,
+            self._found,
+            lambda: self._weighed(self.num),
+            TRAINING,
+            self._say,
         )
 
     def _draw_more(self) -> None:

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyro
 import torch
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
@@ -21,7 +20,7 @@ from pyro_nami.fit.verdict import Verdict, of_weights
 from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, interval, over
 from pyro_nami.messages import aligned, quoted, warn
-from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.isolation import forked_rng, seed_rng
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 from pyro_nami.program.vectorized import unmapped
@@ -67,7 +66,7 @@ class Posterior(WeightedSamples):
         if bool((self.log_weights == self.log_weights[:1]).all()):
             return dict(self.samples)
         with forked_rng():
-            pyro.set_rng_seed(0)
+            seed_rng(0)
             return self.resample(self.num_samples)
 
     def __getitem__(self, site: str) -> Tensor:
@@ -112,7 +111,9 @@ class Posterior(WeightedSamples):
         known = self._of_one_data_set()
         shapes = {name: value.shape[1:] for name, value in known.items()}
         given = {name: torch.as_tensor(values[name]).to(known[name]) for name in known}
-        leads = {name: value.shape[: value.dim() - len(shapes[name])] for name, value in given.items()}
+        leads = {
+            name: value.shape[: value.dim() - len(shapes[name])] for name, value in given.items()
+        }
         lead = next(iter(leads.values()))
         if any(leads[name] != lead or given[name].shape != lead + shapes[name] for name in known):
             got = {name: tuple(value.shape) for name, value in given.items()}
@@ -126,7 +127,7 @@ class Posterior(WeightedSamples):
 
     @cached_property
     def map(self) -> dict[str, Tensor]:
-        """Latent -> its value at the posterior mode, by a search from the likeliest draw; that draw if some are discrete.
+        """Latent -> its value at the posterior mode, by a search from the likeliest draw; or that draw, if any is discrete.
 
         Warns:
             UserWarning: no mode was found, as where the density of a group's scale rises without bound.
@@ -169,7 +170,9 @@ class Posterior(WeightedSamples):
 
         def read(sites: Mapping[str, Any], extent: Extent) -> dict[str, Tensor]:
             return {
-                name: site["value"].expand(site["fn"].shape()).reshape(extent.sizes + now[name]["fn"].shape())
+                name: site["value"]
+                .expand(site["fn"].shape())
+                .reshape(extent.sizes + now[name]["fn"].shape())
                 for name, site in sites.items()
                 if name not in held and not site_is_factor(site)
             }
@@ -197,9 +200,13 @@ class Posterior(WeightedSamples):
         for name, value in self.samples.items():
             mean, sd = self.mean(name), self.std(name)
             moved = (value.to(mean).mean(0) - mean).abs() / sd
-            told = torch.stack([mean, sd, *self.quantile(name, ends).to(mean), self._effective(name), moved])
+            told = torch.stack(
+                [mean, sd, *self.quantile(name, ends).to(mean), self._effective(name), moved]
+            )
             places = itertools.product(*map(range, mean.shape))
-            for place, numbers in zip(itertools.islice(places, MOST_LINES), told.reshape(7, -1).T.tolist()):
+            for place, numbers in zip(
+                itertools.islice(places, MOST_LINES), told.reshape(7, -1).T.tolist()
+            ):
                 index = f"[{', '.join(map(str, place))}]" if place else ""
                 *numbers, effective, off = numbers
                 shown = (f"{number:.3g}" for number in numbers)
@@ -233,7 +240,9 @@ class Posterior(WeightedSamples):
         numbers = {}
         for name, value in known.items():
             flat = value.reshape(len(value), -1)
-            for i, place in enumerate(itertools.islice(itertools.product(*map(range, value.shape[1:])), num)):
+            for i, place in enumerate(
+                itertools.islice(itertools.product(*map(range, value.shape[1:])), num)
+            ):
                 index = f"[{', '.join(map(str, place))}]" if place else ""
                 numbers[i, name] = (name + index, flat[:, i].double().cpu().numpy())
         chosen = [numbers[key] for key in sorted(numbers, key=lambda key: key[0])[:num]]

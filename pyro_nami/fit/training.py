@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import ClippedAdam
 
@@ -83,5 +82,5 @@ def _share(drawn: WeightedSamples) -> float:
 
 
 def _waste(drawn: WeightedSamples) -> tuple[bool, float]:
-    """Returns what is to be small of draws: whether their weights have a heavy tail, and the draws for an effective one."""
+    """Returns whether weights have a heavy tail, and the log of how many draws make an effective one."""
     return not bool(drawn.pareto_k <= K_MAX), -math.log(max(_share(drawn), 1e-12))

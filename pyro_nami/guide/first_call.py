@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import networkx as nx
-import pyro
 import torch
 from pyro import poutine
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from pyro_nami.guide.options import Options
 from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
-from pyro_nami.program.isolation import dropping, forked_rng, untouched
+from pyro_nami.program.isolation import dropping, forked_rng, seed_rng, untouched
 from pyro_nami.program.many_draws import difference_at, for_many
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
@@ -151,7 +150,7 @@ def first_call(
     program = program._replace(model=model)
     with untouched(model):
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
-        pyro.set_rng_seed(0)
+        seed_rng(0)
         found = extract(
             *program,
             observed=options.observed,
@@ -196,7 +195,7 @@ def _moved_by(
     runs = []
     with untouched(*program.roots), torch.no_grad(), dropping(layers):
         for seed in range(2):
-            pyro.set_rng_seed(seed)
+            seed_rng(seed)
             runs.append(program.run(Runner(values)))
     before, after = runs
     names = [name for name in before if is_node(before[name])]

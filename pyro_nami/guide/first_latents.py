@@ -40,7 +40,7 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.messages import quoted, warn
 from pyro_nami.program.flat_priors import CUT, MOST_LOST, is_improper
 from pyro_nami.program.initial_values import PRIOR_DRAWS
-from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.isolation import forked_rng, seed_rng
 from pyro_nami.program.many_draws import FEWEST_DRAWS, of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
 from pyro_nami.program.memory import rows_in_memory
@@ -255,7 +255,7 @@ def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
 def _hidden() -> Iterator[None]:
     """Makes runs of the model without gradients, with random numbers of a seed, and without validation."""
     with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-        pyro.set_rng_seed(0)
+        seed_rng(0)
         yield
 
 

@@ -44,7 +44,7 @@ from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
-from pyro_nami.program.isolation import untouched
+from pyro_nami.program.isolation import seed_rng, untouched
 from pyro_nami.program.many_draws import FEWEST_DRAWS
 from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.program import Program
@@ -125,7 +125,7 @@ class LazyGuide(AutoGuide):
         ):
             for initial in starts:
                 self.network.set_initial(initial)
-                pyro.set_rng_seed(0)
+                seed_rng(0)
                 losses.append(elbo.loss(self.model, self, *args, **kwargs))
         self.network.set_initial(starts[int(torch.tensor(losses).nan_to_num(torch.inf).argmin())])
 
@@ -247,7 +247,8 @@ class LazyGuide(AutoGuide):
         """
         tables = self._reader.memory.derived.tables.values()
         found = [each.conditionals for each in tables if isinstance(each.conditionals, Collapsed)]
-        return any([each.mix(fold) for each in found])
+        mixed = [each.mix(fold) for each in found]
+        return any(mixed)
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:
         """Takes over the mode of a saved guide, if its user asked for it or training found it."""

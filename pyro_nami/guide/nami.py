@@ -33,7 +33,7 @@ from pyro_nami.guide.plan import Plan, differences
 from pyro_nami.guide.rules import RuleNotes
 from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.parameters.inverse_network import as_pyro_module
-from pyro_nami.program.isolation import on_ordinary_tensors, untouched
+from pyro_nami.program.isolation import on_ordinary_tensors, seed_rng, untouched
 from pyro_nami.program.many_draws import difference_at, for_many
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.vectorized import Vectorized, unmapped
@@ -359,7 +359,7 @@ class AutoNaMIGuide(DensityGuide):
             call = self._begin(args, kwargs)
             at_once = self._plan_for_many(call)
             self._plan = at_once or plan
-            pyro.set_rng_seed(seed)
+            seed_rng(seed)
             rows = sum(value.numel() for value in call.values.values())
             passes = torch.arange(count).split(rows_in_memory(rows) if at_once else 1)
             runs = []
@@ -389,7 +389,7 @@ class AutoNaMIGuide(DensityGuide):
         if plan.plates.subsampled:  # whose instances are others in each run
             return plan
         if self._many is None or self._many[0] is not plan:
-            pyro.set_rng_seed(0)
+            seed_rng(0)
             few = [{**call.held, **self._drawn(replace(call, target=None))} for _ in range(3)]
             model = plan.for_many(unmapped(call.program.model))
             program, nesting = call.program._replace(model=model), plan.plates.nesting

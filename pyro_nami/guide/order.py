@@ -95,7 +95,7 @@ def find_order(
 
 
 def _integrates(first: FirstCall, group: ConjugateGroup) -> bool:
-    """Whether the first member is in no plate, and its conditional integrates over others in plates about their mode."""
+    """Whether a latent outside of plates has a conditional that integrates over others in plates about their mode."""
     name, *others = group.members
     local = [other for other in others if first.frames[other]]
     return group.has_mode and not first.frames[name] and bool(local)

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-import pyro
 import torch
 from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import JointDraws, Simulator
-from pyro_nami.program.isolation import forked_rng, rng_state, set_rng_state
+from pyro_nami.program.isolation import forked_rng, rng_state, seed_rng, set_rng_state
 
 __all__ = ["ArgumentsAt", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
@@ -69,7 +68,7 @@ class Simulations(NamedTuple):
             return None
         if isinstance(given, int):
             with forked_rng():
-                pyro.set_rng_seed(HELD_OUT_SEED)
+                seed_rng(HELD_OUT_SEED)
                 batches = list(self.total(given))
             return lambda: batches
         if are_all(given):

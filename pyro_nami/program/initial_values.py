@@ -21,7 +21,7 @@ from torch.distributions import biject_to, constraints
 from pyro_nami.factors.bijections import bijection_to, is_interval, peel_support
 from pyro_nami.program.first_run import first_run, subsamples
 from pyro_nami.program.flat_priors import is_improper
-from pyro_nami.program.isolation import forked_rng, untouched
+from pyro_nami.program.isolation import forked_rng, seed_rng, untouched
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.program import Program
 from pyro_nami.program.site_values import any_value
@@ -130,7 +130,7 @@ class _WaysToMedians:
         """Returns the log density of the data in each of a few such runs, in nats; least where a run fails."""
         found = []
         for seed in range(RUNS):
-            pyro.set_rng_seed(seed)
+            seed_rng(seed)
             try:
                 trace = self.run(at, scale)
                 found.append(float(trace.log_prob_sum(lambda _, site: site["is_observed"])))
@@ -172,7 +172,7 @@ def _median(fn: Any, transform: Any) -> tuple[Tensor, float]:
     except (NotImplementedError, AttributeError):
         pass
     with forked_rng():
-        pyro.set_rng_seed(0)
+        seed_rng(0)
         try:
             draws = fn.sample((num,)) if num > 1 else None
         except NotImplementedError:  # an improper prior

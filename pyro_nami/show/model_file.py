@@ -60,9 +60,7 @@ class LoadedModel(NamedTuple):
 
 
 @contextlib.contextmanager
-def loaded(
-    target: str, args: str | None, kwargs: str | None, seed: int
-) -> Iterator[LoadedModel]:
+def loaded(target: str, args: str | None, kwargs: str | None, seed: int) -> Iterator[LoadedModel]:
     """Imports the target's file, and yields its model and arguments.
 
     The folder of a file (the current one, for a module) is on ``sys.path`` meanwhile. What importing it prints goes to

@@ -6,9 +6,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.distributions import constraints
-
 from models import eight_schools, eight_schools_data
+from pyro.distributions import constraints
 
 from pyro_nami import Interrupted, Posterior, fit
 from pyro_nami.fit import fitting
