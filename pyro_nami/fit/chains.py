@@ -22,6 +22,7 @@ from pyro_nami.annealing.transitions import ChainState, hamiltonian_step
 from pyro_nami.fit.verdict import LEAST_EFFECTIVE
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
+from pyro_nami.program.many_draws import FEWEST_DRAWS
 
 __all__ = ["Chained", "run_chains"]
 
@@ -98,7 +99,9 @@ def run_chains(
     """
     target = replace(target, guide=None, prior_share=0.0)
     given = drawn.resample(max(num, CHAINS))
-    start = Start.of(target, {}, given).checked(max(num, CHAINS), slice(0, 1))
+    few = {name: value[:FEWEST_DRAWS] for name, value in given.items()}
+    start = Start.of(target, {}, few).checked(FEWEST_DRAWS, slice(0, 1))
+    start = replace(start, given=given)
     many, position = start.path(max(num, CHAINS), slice(0, 1))
     path = _Whitened(
         replace(many, extent=start.target.extent(CHAINS, slice(0, 1))), *_moments(position[:, 0])

@@ -166,14 +166,15 @@ class _Search:
     def _trained(self) -> WeightedSamples:
         """Returns weighted draws of the guide after training."""
         self._say("learning")
-        return train(
+        train(
             self._target,
             self.guide,
             self._found,
-            lambda: self._weighed(self.num),
+            lambda: self._weighed(FEWEST),
             TRAINING,
             self._say,
         )
+        return self._weighed(self.num)
 
     def _draw_more(self) -> None:
         """Takes draws that are resampled from more, if few are effective or the weights have a heavy tail."""

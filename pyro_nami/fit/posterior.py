@@ -127,7 +127,7 @@ class Posterior(WeightedSamples):
 
     @cached_property
     def map(self) -> dict[str, Tensor]:
-        """Latent -> its value at the posterior mode, by a search from the likeliest draw; or that draw, if any is discrete.
+        """Latent -> its value at the mode, by a search from the likeliest draw; that draw if some are discrete.
 
         Warns:
             UserWarning: no mode was found, as where the density of a group's scale rises without bound.

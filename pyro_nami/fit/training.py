@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +22,7 @@ RATE = 0.02  # of the first round; each round has half the rate of the one befor
 DECAY = 0.1  # of the rate within a round
 PARTICLES = 16
 PARTICLES_ONE_BY_ONE = 2
+SHOWN = 10  # steps, after which progress is told
 
 
 def train(
@@ -31,8 +32,8 @@ def train(
     weigh: Callable[[], WeightedSamples],
     seconds: float,
     tick: Callable[[str], None],
-) -> WeightedSamples:
-    """Trains a guide in rounds; returns its weighted draws after the last one, or those before if no round is better.
+) -> None:
+    """Trains a guide in rounds, and leaves it as it was after the best one.
 
     A round is made while it costs less time than the draws that the weights waste: with an effective share s of the
     draws, n effective ones cost n / s of them.
@@ -40,41 +41,40 @@ def train(
     Args:
         target: the model and its data.
         guide: its guide.
-        drawn: weighted draws of the guide as it is.
-        weigh: makes such draws anew.
-        seconds: of processor time, beyond which no round begins.
+        drawn: weighted draws of the guide as it is, as many as are wanted.
+        weigh: makes some anew.
+        seconds: of processor time, in which the last round is to end.
         tick: called with what is done.
     """
     model = AtDraws.of(target, drawn.resample(FIRST_ROUND))
-    particles = PARTICLES if model.is_at_once else PARTICLES_ONE_BY_ONE
     elbo = Trace_ELBO(
-        particles,
+        PARTICLES if model.is_at_once else PARTICLES_ONE_BY_ONE,
         max_plate_nesting=model.target.nesting,
         vectorize_particles=model.is_at_once,
     )
-    best, begun, a_step = drawn, time.process_time(), 0.0
+    args, kwargs = target.program.args, target.program.kwargs
+    begun, a_round = time.process_time(), 0.0
+    best, weights = _waste(weigh()), copy.deepcopy(guide.state_dict())
     for i in range(MOST_ROUNDS):
-        steps = FIRST_ROUND * 2**i
-        spent = time.process_time() - begun
-        if i and spent + steps * a_step > seconds:
+        if time.process_time() - begun + 2 * a_round > seconds:
             break
+        steps, before = FIRST_ROUND * 2**i, time.process_time()
         rate = {"lr": RATE / 2**i, "lrd": DECAY ** (1 / steps)}
         svi = SVI(model.target.program.model, guide, ClippedAdam(rate), elbo)
-        before = time.process_time()
         for step in range(steps):
-            svi.step(*target.program.args, **target.program.kwargs)
-            if step % 10 == 0:
-                tick(f"learning, {step + FIRST_ROUND * (2**i - 1):,} steps")
-        a_step = (time.process_time() - before) / steps
+            svi.step(*args, **kwargs)
+            if step % SHOWN == 0:
+                tick(f"learning, {step + steps - FIRST_ROUND:,} steps")
+        a_round = time.process_time() - before
         before = time.process_time()
         found = weigh()
         a_draw = (time.process_time() - before) / found.num_samples
-        if _waste(found) <= _waste(best):
-            best = found
-        wasted = found.num_samples / _share(found) * a_draw
-        if found.pareto_k <= K_MAX and wasted < 2 * steps * a_step:
+        if _waste(found) <= best:
+            best, weights = _waste(found), copy.deepcopy(guide.state_dict())
+        wasted = drawn.num_samples / _share(found) * a_draw
+        if found.pareto_k <= K_MAX and wasted < 2 * a_round:
             break
-    return best
+    guide.load_state_dict(weights)
 
 
 def _share(drawn: WeightedSamples) -> float:
@@ -82,5 +82,5 @@ def _share(drawn: WeightedSamples) -> float:
 
 
 def _waste(drawn: WeightedSamples) -> tuple[bool, float]:
-    """Returns whether weights have a heavy tail, and the log of how many draws make an effective one."""
-    return not bool(drawn.pareto_k <= K_MAX), -math.log(max(_share(drawn), 1e-12))
+    """Returns whether weights have a heavy tail, and how many draws make an effective one."""
+    return not bool(drawn.pareto_k <= K_MAX), 1 / _share(drawn)
