@@ -124,7 +124,7 @@ class _Search:
     bar: Any
     guide: Any = None
     found: Posterior | None = None
-    interrupted = "it was interrupted"
+    a_draw: float = 0.0  # seconds of processor time that it takes
 
     def posterior(self) -> Posterior:
         """Returns the posterior, by as many stages as it takes."""
@@ -154,14 +154,17 @@ class _Search:
 
     def _weighed(self, num: int) -> WeightedSamples:
         """Returns weighted draws of the guide."""
+        before = time.process_time()
         with _quiet():
-            return importance_sample(
+            drawn = importance_sample(
                 self.program.model,
                 self.guide,
                 *self.program.args,
                 num_samples=num,
                 **self.program.kwargs,
             )
+        self.a_draw = (time.process_time() - before) / num
+        return drawn
 
     def _trained(self) -> WeightedSamples:
         """Returns weighted draws of the guide after training."""
@@ -178,20 +181,16 @@ class _Search:
 
     def _draw_more(self) -> None:
         """Takes draws that are resampled from more, if few are effective or the weights have a heavy tail."""
-        begun, factor = time.process_time(), 4
         if not self._is_enough(ENOUGH) and self.guide.mix(FOLD):
             self._take(self._weighed(self.num))
-        while not self._is_enough(ENOUGH) and factor <= MOST_DRAWS:
-            if float(self._found.effective_sample_size) * factor < LEAST_EFFECTIVE:
-                break  # as many draws would not be enough
-            self._say(f"weighing {factor * self.num:,} draws")
-            before = time.process_time()
-            many = self._weighed(factor * self.num)
-            self._take(many.equally_weighted(self.num))
-            now = time.process_time()
-            if now - begun + 4 * (now - before) > DRAWING:
+        num = 4 * self.num
+        while not self._is_enough(ENOUGH) and num <= MOST_DRAWS * self.num:
+            share = float(self._found.effective_sample_size) / self.num
+            if share * num < LEAST_EFFECTIVE or num * self.a_draw > DRAWING:
                 break
-            factor *= 4
+            self._say(f"weighing {num:,} draws")
+            self._take(self._weighed(num).equally_weighted(self.num))
+            num *= 4
 
     def _run_chains(self) -> None:
         """Takes draws of chains, if they agree with each other."""
