@@ -24,7 +24,7 @@ from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import trimmed
 from pyro_nami.deriving.gaussian_levels import times
 from pyro_nami.deriving.nearest_normal import nearest_normal, normal_points
-from pyro_nami.deriving.vector_mixture import adapted_mixture
+from pyro_nami.deriving.vector_mixture import adapted_mixture, modes_of, shares_of
 from pyro_nami.factors.joint_normal import JointNormal, MixedNormals
 from pyro_nami.factors.knots import KnotTransform
 
@@ -32,7 +32,7 @@ __all__ = ["OPEN", "Collapsed", "LatentVector"]
 
 MOST_MIXED = 12  # numbers of a mixture, whose parts are found by weights of nearby points
 MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, few points have most of the weight
-STARTS = 4  # of searches for a mode
+STARTS = 16  # of searches for a mode
 AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
 MUCH = 0.5  # share of effective points below which a search for the nearest Normal pays
 FEWEST_PAIRS = 128  # of points for that
@@ -154,9 +154,12 @@ class Collapsed:
         self.effective = 1.0
         self.flaw = ""
         self.others = torch.empty(0)
+        self._unseen = 0.0
+        self._further: list[BentVector] = []
         self._coordinates = coordinates
         self._log_density = log_density
         self._at_once = min(at_once, AT_ONCE)
+        self._starts, self._unit = starts, unit
         mode = self._mode(starts, unit, weighs)
         self._vector = bent_along_lines(self._heights, mode.place, root_of(mode.inverse))
         is_open = not is_proper and self._has_open_tails()
@@ -203,7 +206,7 @@ class Collapsed:
         """Returns the highest mode, and the inverse curvature there."""
         best = self._heights(starts).topk(min(STARTS, len(starts)), 0).indices
         starts = starts.gather(0, best[..., None].expand(*best.shape, starts.shape[-1]))
-        found = ascend(self._slopes, starts, unit, torch.finfo(self._coordinates.like.dtype).eps)
+        found = self._ends = self._searched(starts)
         names = ", ".join(map(repr, self.group.members))
         if not bool(found.height.isfinite().any(0).all()):
             raise ValueError(
@@ -214,10 +217,6 @@ class Collapsed:
         near = Ascent(*(_taken(each, best) for each in found))
         is_other = self._are_separate(found, near)
         self.others = (near.height - found.height)[is_other]
-        self._further = [
-            Ascent(*(part[i] for part in found))
-            for i in is_other.reshape(len(found.height), -1).any(1).nonzero().flatten().tolist()
-        ]
         if weighs:  # a point far out, where others have modes, takes many runs
             near = measured(self._heights, near)
         self._near = root_of(near.inverse)
@@ -303,17 +302,34 @@ class Collapsed:
 
     # ---- conditionals
 
-    def mix(self, fold: int = 1) -> bool:
-        """Adds parts where importance weights are large, and about further modes; see `adapted_mixture`.
+    def mix(self, fold: int = 1) -> float | None:
+        """Takes a mixture about all modes that searches find; of few numbers with parts where weights are large.
+
+        Args:
+            fold: see `adapted_mixture`.
 
         Returns:
-            Whether the numbers are few enough for that.
+            The share of searches that would lead to modes unseen so far; None where no mode was found.
         """
-        if self._vector.center.shape[-1] > MOST_MIXED or self.flaw:
-            return False
-        modes = [unbent(each.place, root_of(each.inverse)) for each in self._further]
-        self._take(*adapted_mixture(self._heights, [self._vector, *modes], fold))
-        return True
+        if self.flaw:
+            return None
+        if not self._further:
+            modes = modes_of(self._heights, self._ends)
+            if modes.unseen > 0:
+                modes = modes_of(self._heights, self._searched(self._starts))
+            own = [float(self._vector.log_prob(each.center).sum()) for each in modes.vectors]
+            self._further = [each for each, near in zip(modes.vectors, own) if near < max(own)]
+            self._unseen = modes.unseen
+        vectors = [self._vector, *self._further]
+        if self._vector.center.shape[-1] <= MOST_MIXED:
+            self._take(*adapted_mixture(self._heights, vectors, fold))
+        elif self._further:
+            self._take(vectors, shares_of(self._heights, vectors))
+        return self._unseen
+
+    def _searched(self, starts: Tensor) -> Ascent:
+        eps = torch.finfo(self._coordinates.like.dtype).eps
+        return ascend(self._slopes, starts, self._unit, eps)
 
     def _take(self, vectors: Sequence[BentVector], log_shares: Tensor) -> None:
         """Takes a mixture of vectors, by shares ``(vectors,)``."""

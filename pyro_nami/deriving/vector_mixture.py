@@ -8,19 +8,25 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_nami.deriving.ascent import Ascent, root_of
 from pyro_nami.deriving.bent_vector import POINTS, BentVector, Heights, unbent
 from pyro_nami.deriving.nearest_normal import quasi_normal
 
-__all__ = ["adapted_mixture"]
+__all__ = ["Modes", "adapted_mixture", "modes_of", "shares_of"]
 
 MORE_POINTS = 256  # of a further part
 MOST_PARTS = 12
 LARGE = 3.0  # a weight, relative to the mean, about which a part is added
 NEAR = 128  # points whose weighted covariance a part has
+LEAST_GAIN = 0.1  # nats that a step would still gain, where no mode was found
+NEAR_MODE = 0.5  # deviations of a mode, within which a search has ended at it
+BETWEEN = 1.0  # nats by which the density falls between two modes, at least
+DEPTH = 7.0  # nats of mass below the largest, from where the mass about a mode is small
 STEPS = 20  # of a fit of shares; most change within a few
 LEAST_SHARE = 0.5  # of its own that a part keeps, relative to its share of the points
 WIDE = 1.5  # deviations of a part that guards the tails of the first one, relative to it
@@ -45,6 +51,7 @@ def adapted_mixture(
     """
     first = vectors[0]
     parts = [first, first._replace(root=WIDE * first.root), *vectors[1:]]
+    most = MOST_PARTS + len(vectors)
     counts = [fold * POINTS] + [fold * MORE_POINTS] * (len(parts) - 1)
     points = torch.cat([_points(part, count) for part, count in zip(parts, counts)])
     height = heights(points)
@@ -53,7 +60,7 @@ def adapted_mixture(
         shares = torch.tensor(counts).to(log_q) / sum(counts)
         flat = log_q.flatten(1)
         weights = (height.flatten() - _mixed(shares, flat)).softmax(0)
-        if float(weights.max()) * len(weights) <= LARGE or len(parts) >= MOST_PARTS:
+        if float(weights.max()) * len(weights) <= LARGE or len(parts) >= most:
             return parts, _fitted(shares, flat, weights).log()
         part = _about(points, weights, first, fold * NEAR)
         more = _points(part, fold * MORE_POINTS)
@@ -62,6 +69,57 @@ def adapted_mixture(
         log_q = torch.cat([log_q, part.log_prob(points)[None]])
         parts.append(part)
         counts.append(fold * MORE_POINTS)
+
+
+class Modes(NamedTuple):
+    """Modes that searches have found.
+
+    Attributes:
+        vectors: a Normal about each that may count, the highest first.
+        unseen: the share of searches that would lead to other ones: that of modes which one search alone has found
+            (Good 1953, "The population frequencies of species").
+    """
+
+    vectors: list[BentVector]
+    unseen: float
+
+
+def modes_of(heights: Heights, ends: Ascent) -> Modes:
+    """Returns the modes at which searches from several starts, ``(starts, *batch)``, have ended, of one data set."""
+    found: list[Ascent] = []
+    counts: list[int] = []
+    ended = ((ends.gain < LEAST_GAIN) & ends.height.isfinite()).flatten()
+    order = ends.height.flatten().argsort(descending=True).tolist()
+    for i in (i for i in order if bool(ended[i])):
+        end = ends.at(i)
+        same = next((k for k, mode in enumerate(found) if _is_same(heights, mode, end)), None)
+        if same is None:
+            found.append(end)
+            counts.append(1)
+        else:
+            counts[same] += 1
+    vectors = [unbent(mode.place, root_of(mode.inverse)) for mode in found]
+    masses = shares_of(heights, vectors).tolist() if vectors else []
+    counting = [k for k, mass in enumerate(masses) if mass > max(masses) - DEPTH]
+    singles = sum(counts[k] == 1 for k in counting)
+    return Modes([vectors[k] for k in counting], singles / max(1, sum(counts)))
+
+
+def shares_of(heights: Heights, vectors: Sequence[BentVector]) -> Tensor:
+    """Returns the logs of the shares of the mass about modes, ``(modes,)``, by the density at each and its Normal."""
+    return torch.stack(
+        [heights(each.center[None]).sum() - each.log_prob(each.center).sum() for each in vectors]
+    ).log_softmax(0)
+
+
+def _is_same(heights: Heights, mode: Ascent, end: Ascent) -> bool:
+    """Whether a search has ended at a mode: near to it, or with no valley between."""
+    off = (end.place - mode.place).unsqueeze(-1)
+    whitened = torch.linalg.solve_triangular(root_of(mode.inverse), off, upper=False)
+    if float(whitened.square().sum()) < NEAR_MODE**2:
+        return True
+    between = heights(((end.place + mode.place) / 2)[None])[0]
+    return bool((between > torch.minimum(end.height, mode.height) - BETWEEN).all())
 
 
 def _mixed(shares: Tensor, log_q: Tensor) -> Tensor:

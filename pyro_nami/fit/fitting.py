@@ -30,18 +30,21 @@ from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples
 from pyro_nami.messages import check_counts, quoted, warn
 from pyro_nami.program.flat_priors import is_improper
-from pyro_nami.program.isolation import forked_rng, seed_rng
+from pyro_nami.program.isolation import forked_rng, kept_store, seed_rng
 from pyro_nami.program.program import Program
 
 __all__ = ["Interrupted", "fit"]
 
 ENOUGH = 0.5  # share of the draws that are effective, from which more draws change little
+DEFENSIVE = 0.05  # share of draws from the prior, where a guide has to learn; more waste draws
 FEWEST = 1000  # draws that tell whether a guide is right
 FOLD = 4  # times as many points, by which mixtures of latents that come first are improved
 MOST_DRAWS = 64  # times as many as are asked for, a power of 4
 DRAWING = 20.0  # seconds of processor time that more draws may take
 TRAINING = 60.0  # and that training may
 CHAINS = 30.0  # and that chains may
+MOST_UNSEEN = 0.02  # share of searches for modes that may lead to others than those found
+MODES = "Tell modes apart by priors, or by an order of the latents."
 REMEDY = (
     "Look at `posterior.guide.rules` for what was learned, and why; tell the model more by its priors, or scale its "
     "data."
@@ -99,7 +102,7 @@ def fit(
         desc="fit", total=0, bar_format="{desc} [{elapsed}]", leave=False, disable=not progress
     )
     search = _Search(Program(model, args, kwargs), max(draws, FEWEST), bar)
-    with random, bar, pyro.settings.context(module_local_params=True), poutine.block():
+    with random, bar, _without_other_guides(), poutine.block():
         if seed is not None:
             seed_rng(seed)
         try:
@@ -124,6 +127,7 @@ class _Search:
     bar: Any
     guide: Any = None
     found: Posterior | None = None
+    unseen: float = 0.0  # share of searches that would lead to modes that are not known
     a_draw: float = 0.0  # seconds of processor time that it takes
 
     def posterior(self) -> Posterior:
@@ -133,14 +137,13 @@ class _Search:
         with torch.no_grad():
             self.guide(*self.program.args, **self.program.kwargs)
         self._check()
-        self.guide.mix()
+        self.unseen = self.guide.mix() or 0.0
         self._say("weighing draws")
         self._take(self._weighed(self.num))
-        learned = [name for name, note in self.guide.rules.items() if note.rule == "learned"]
-        if learned and not self._is_enough(ENOUGH):
+        if self._learned and not self._is_enough(ENOUGH):
             self._take(self._trained())
         self._draw_more()
-        if not self._found.verdict.is_trusted:
+        if not self._found.verdict.is_trusted and self.unseen <= MOST_UNSEEN:
             self._run_chains()
         return self._found
 
@@ -161,6 +164,7 @@ class _Search:
                 self.guide,
                 *self.program.args,
                 num_samples=num,
+                defensive=self._share_of_prior,
                 **self.program.kwargs,
             )
         self.a_draw = (time.process_time() - before) / num
@@ -181,7 +185,7 @@ class _Search:
 
     def _draw_more(self) -> None:
         """Takes draws that are resampled from more, if few are effective or the weights have a heavy tail."""
-        if not self._is_enough(ENOUGH) and self.guide.mix(FOLD):
+        if not self._is_enough(ENOUGH) and self.guide.mix(FOLD) is not None:
             self._take(self._weighed(self.num))
         num = 4 * self.num
         while not self._is_enough(ENOUGH) and num <= MOST_DRAWS * self.num:
@@ -212,16 +216,35 @@ class _Search:
     # ---- what is known
 
     @property
+    def _learned(self) -> list[str]:
+        """The latents whose conditionals are learned."""
+        return [name for name, note in self.guide.rules.items() if note.rule == "learned"]
+
+    @property
+    def _share_of_prior(self) -> float:
+        """The share of the draws that are the prior's, which show modes that a guide has not learned."""
+        return DEFENSIVE if self._learned and not self._flat else 0.0
+
+    @property
+    def _flat(self) -> list[str]:
+        """The latents with improper priors."""
+        nodes = self.guide.prototype_trace.nodes
+        return [n for n in self.guide.rules if n in nodes and is_improper(nodes[n]["fn"])]
+
+    @property
     def _found(self) -> Posterior:
         assert self.found is not None
         return self.found
 
     @property
     def _target(self) -> Target:
-        return Target(self.program, self.guide)
+        return Target(self.program, self.guide, prior_share=self._share_of_prior)
 
     def _take(self, drawn: WeightedSamples) -> None:
         judged = of_weights(drawn, is_derived(self.guide), REMEDY)
+        if self.unseen > MOST_UNSEEN:
+            reason = f"searches keep finding modes: {self.unseen:.0%} of them would lead to others"
+            judged = untrusted(reason, MODES)
         self.found = Posterior.of(drawn, self._target, judged)
 
     def _is_enough(self, share: float) -> bool:
@@ -245,8 +268,12 @@ class _Search:
                 f"Expected a model with data; got one that samples all of {quoted(net.sites)}, so that the posterior "
                 "is the prior. Pass the data as its arguments, to `obs=` of a `pyro.sample`."
             )
-        nodes = self.guide.prototype_trace.nodes
-        flat = [name for name in rules if name in nodes and is_improper(nodes[name]["fn"])]
+        if self.guide.model_learns:
+            warn(
+                "The model has parameters of its own, which fit takes as they are. Learn them by SVI first, or give them "
+                "priors."
+            )
+        flat = self._flat
         for name, note in rules.items():
             if flat and OPEN in (note.reason or ""):
                 raise ValueError(
@@ -261,6 +288,16 @@ def _fewer(posterior: Posterior, num: int) -> Posterior:
     effective = float(fewer.effective_sample_size)
     judged = posterior.verdict.of_fewer(effective)
     return Posterior.of(fewer, posterior.target, judged)
+
+
+@contextlib.contextmanager
+def _without_other_guides() -> Iterator[None]:
+    """Hides the weights of other guides in the parameter store, whose names the guide's own have."""
+    with kept_store():
+        store = pyro.get_param_store()
+        for name in [name for name in store if name.startswith(f"{AutoNaMIGuide.__name__}.")]:
+            del store[name]
+        yield
 
 
 @contextlib.contextmanager

@@ -236,19 +236,19 @@ class LazyGuide(AutoGuide):
             or "no plate",
         )
 
-    def mix(self, fold: int = 1) -> bool:
+    def mix(self, fold: int = 1) -> float | None:
         """Draws the latents that come first from mixtures, as of the next call: for draws that are weighted.
 
         Args:
             fold: how many times more points tell the mixtures than by default.
 
         Returns:
-            Whether there are such latents.
+            The share of searches for modes that would lead to others than those found; None where nothing is mixed.
         """
         tables = self._reader.memory.derived.tables.values()
         found = [each.conditionals for each in tables if isinstance(each.conditionals, Collapsed)]
-        mixed = [each.mix(fold) for each in found]
-        return any(mixed)
+        unseen = [each.mix(fold) for each in found]
+        return max((share for share in unseen if share is not None), default=None)
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:
         """Takes over the mode of a saved guide, if its user asked for it or training found it."""

@@ -221,6 +221,11 @@ class AutoNaMIGuide(DensityGuide):
         return RuleNotes({name: plan.note(name) for name in plan.rules})
 
     @property
+    def model_learns(self) -> bool:
+        """Whether the model has parameters of its own."""
+        return self._made().learns
+
+    @property
     def mode(self) -> str:
         """What the guide answers for: ``"fixed"``, ``"minibatches"`` or ``"amortized"``; see the option."""
         if self._plan is None:

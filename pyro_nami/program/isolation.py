@@ -25,6 +25,7 @@ __all__ = [
     "bounded_indices",
     "dropping",
     "forked_rng",
+    "kept_store",
     "names_in",
     "on_ordinary_tensors",
     "outside_of_traces",
@@ -108,10 +109,6 @@ def untouched(*roots: Any) -> Iterator[None]:
         >>> "of_a_run" in pyro.get_param_store()
         False
     """
-    store = pyro.get_param_store()
-    params = {
-        key: dict(getattr(store, key)) for key in ("_params", "_constraints", "_param_to_name")
-    }
     modules = {module: module.training for root in _modules(roots) for module in root.modules()}
     items = [(module._buffers, key, b) for module in modules for key, b in module._buffers.items()]
     buffers = [
@@ -120,13 +117,32 @@ def untouched(*roots: Any) -> Iterator[None]:
     try:
         for module, training in modules.items():
             module.training = training and not isinstance(module, _STOCHASTIC_LAYERS)
-        with forked_rng(), _deterministic(), bounded_indices():
+        with kept_store(), forked_rng(), _deterministic(), bounded_indices():
             yield
     finally:
         for module, training in modules.items():
             module.training = training
         for place, key, buffer, saved in buffers:
             place[key] = buffer if torch.equal(buffer, saved) else buffer.copy_(saved)
+
+
+@contextmanager
+def kept_store() -> Iterator[None]:
+    """Restores the entries of the parameter store at its end.
+
+    Example:
+        >>> with kept_store():
+        ...     _ = pyro.param("of_a_run", torch.rand(3))
+        >>> "of_a_run" in pyro.get_param_store()
+        False
+    """
+    store = pyro.get_param_store()
+    params = {
+        key: dict(getattr(store, key)) for key in ("_params", "_constraints", "_param_to_name")
+    }
+    try:
+        yield
+    finally:
         for key, entries in params.items():
             getattr(store, key).clear()
             getattr(store, key).update(entries)

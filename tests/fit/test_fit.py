@@ -91,6 +91,41 @@ def test_both_modes_are_drawn():
     assert float(posterior["root"].abs().mean()) == pytest.approx(2.0, abs=0.1)
 
 
+def test_sixteen_modes_are_drawn_alike():
+    """Four slopes whose signs the data do not tell."""
+    x = torch.randn(30, 4)
+    y = (x * torch.tensor([1.0, 2.0, 0.5, 1.5])).sum(-1) + 0.3 * torch.randn(30)
+
+    def model(y):
+        slope = pyro.sample("slope", dist.Normal(torch.zeros(4), 2.0).to_event(1))
+        noise = pyro.sample("noise", dist.HalfNormal(1.0))
+        with pyro.plate("rows", 30):
+            loc = (x * slope.unsqueeze(-2).abs()).sum(-1)
+            pyro.sample("y", dist.Normal(loc, noise.unsqueeze(-1)), obs=y)
+
+    posterior = fitted(model, y)
+    assert posterior.verdict.is_trusted
+    signs = (posterior["slope"] > 0).long() @ torch.tensor([8, 4, 2, 1])
+    shares = torch.bincount(signs, minlength=16) / 4000
+    assert (shares - 1 / 16).abs().max() < 0.03  # four standard errors are 0.015
+
+
+def test_more_modes_than_searches_find_are_told():
+    """Eleven numbers whose signs the data do not tell: 2,048 modes."""
+    y = 2.0 + 0.1 * torch.randn(5, 11)
+
+    def model(y):
+        number = pyro.sample("number", dist.Normal(torch.zeros(11), 2.0).to_event(1))
+        noise = pyro.sample("noise", dist.HalfNormal(1.0))
+        with pyro.plate("rows", 5):
+            loc = number.unsqueeze(-2).abs() + 0.01 * number.unsqueeze(-2).sum(-1, True).tanh()
+            scale = noise[..., None, None].expand(loc.shape)
+            pyro.sample("y", dist.Normal(loc, scale).to_event(1), obs=y)
+
+    with pytest.warns(UserWarning, match="searches keep finding modes"):
+        assert not fitted(model, y).verdict.is_trusted
+
+
 def test_few_draws_and_many_of_a_model_that_is_written_for_one():
     def model(y):
         rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
@@ -160,6 +195,18 @@ def test_a_density_that_is_nowhere_finite_names_its_site():
 
     with pytest.raises(ValueError, match="'y'|loc"):
         fitted(model, torch.tensor(1.0))
+
+
+def test_parameters_of_the_model_are_told():
+    def model(y):
+        shift = pyro.param("shift", torch.tensor(1.0))
+        mean = pyro.sample("mean", dist.Normal(shift, 1.0))
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    with pytest.warns(UserWarning, match="parameters of its own.*as they are"):
+        posterior = fitted(model, torch.tensor(3.0))
+    assert float(posterior.mean("mean")) == pytest.approx(2.0, abs=0.05)
+    pyro.clear_param_store()
 
 
 def test_bad_weights_are_told(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from scripts import ROOT, python
 
+from pyro_nami import Posterior
 from pyro_nami.graph import BayesNet, Site, nami, nami_steps
 from pyro_nami.reading.extraction import extract
 from pyro_nami.show import main
@@ -264,6 +265,26 @@ def test_text_ends_in(run, arguments, code, lines):
     assert (
         arguments[0] == "inspect" or "--steps" in arguments or len(out.splitlines()) == len(lines)
     )
+
+
+def test_fit_prints_the_summary_and_writes_the_draws(run, tmp_path):
+    path = tmp_path / "posterior.pt"
+    code, out, _ = run("fit", *SCHOOLS, "--draws", "200", "-o", str(path))
+    assert code == 0 and "exact: all conditionals" in out and "theta[7]" in out
+    assert Posterior.load(path)["theta"].shape == (200, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("data_only",), "at least one latent"),
+        (("breaks", "--args", "3"), "fails"),
+        (("tree", "-o", "posterior.csv"), "ends in .nc or .pt"),
+    ],
+)
+def test_fit_tells_in_one_line_what_is_wrong(run, arguments, error):
+    code, _, told = run("fit", *arguments)
+    assert code == 2 and error in told.splitlines()[-1]
 
 
 def test_json_of_an_inverse_has_what_each_factor_reads(found, schools):
