@@ -21,7 +21,13 @@ from tqdm import tqdm
 
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.checking.plots import RANK_PLOTS, RankPanel, draw_ranks, plot_all
-from pyro_nami.checking.rank_tests import JOINT_DENSITY, JOINT_TARP, Verdict, ecdf_tests, verdicts
+from pyro_nami.checking.rank_tests import (
+    JOINT_DENSITY,
+    JOINT_TARP,
+    RankVerdict,
+    ecdf_tests,
+    verdicts,
+)
 from pyro_nami.checking.simulations import finite_draws, guide_and_arguments, seeded
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.scaled_coordinates import Coordinates, SiteForm, site_forms
@@ -70,7 +76,7 @@ class Calibration:
         return {name: ranks.cpu().numpy() for name, ranks in {**self.ranks, **self.joint}.items()}
 
     @cached_property
-    def verdicts(self) -> dict[str, Verdict]:
+    def verdicts(self) -> dict[str, RankVerdict]:
         """Site, or joint test -> its verdict.
 
         Ranks are tested element by element by the exact simultaneous envelope of their empirical distribution function

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyro_nami.checking.rank_tests import CALIBRATED, JOINT_TARP, Verdict, count_ranks, ecdf_tests
+from pyro_nami.checking.rank_tests import (
+    CALIBRATED,
+    JOINT_TARP,
+    RankVerdict,
+    count_ranks,
+    ecdf_tests,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +58,7 @@ class RankPanel(NamedTuple):
     name: str
     ranks: np.ndarray
     num_draws: int
-    verdict: Verdict
+    verdict: RankVerdict
     level: float
 
     def curve(self, kind: str, level: float | None = None) -> tuple[np.ndarray, np.ndarray]:

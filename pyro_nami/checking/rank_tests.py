@@ -8,7 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "EcdfTest",
-    "Verdict",
+    "RankVerdict",
     "count_ranks",
     "ecdf_tests",
     "judge",
@@ -36,7 +36,7 @@ JOINT_DENSITY, JOINT_TARP = "joint density", "joint TARP"  # what all latents to
 CLEAR = 3.0  # standard errors by which location or spread must be off to be named as what is wrong
 
 
-class Verdict(NamedTuple):
+class RankVerdict(NamedTuple):
     """The result of testing the ranks of one site, or of a joint test.
 
     Attributes:
@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
         return self.verdict == CALIBRATED
 
 
-def verdicts(ranks: Mapping[str, Counts], num_draws: int, level: float) -> dict[str, Verdict]:
+def verdicts(ranks: Mapping[str, Counts], num_draws: int, level: float) -> dict[str, RankVerdict]:
     """Returns a verdict on the ranks of each site, and of each joint test, ``(data sets, *shape)``.
 
     P-values are adjusted by Bonferroni's method, for all tests of a site's elements and for all sites.
@@ -83,7 +83,7 @@ def verdicts(ranks: Mapping[str, Counts], num_draws: int, level: float) -> dict[
     return found
 
 
-def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
+def judge(name: str, ranks: Counts, num_draws: int) -> RankVerdict:
     """Returns the verdict on the ranks of a site by itself, not adjusted for other sites; never ``"calibrated"``."""
     num = len(ranks)
     counts = count_ranks(ranks.reshape(num, -1), num_draws)
@@ -101,7 +101,7 @@ def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
     else:
         clear = {BIASED: abs(far), OVERCONFIDENT: wide, CONSERVATIVE: -wide}
     kind = max(clear, key=lambda kind: clear[kind])
-    return Verdict(
+    return RankVerdict(
         verdict=kind if clear[kind] > CLEAR else MISCALIBRATED,
         p_value=min(1.0, len(tests) * len(counts) * p_value),
         elements=len(counts),

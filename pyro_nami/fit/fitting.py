@@ -101,7 +101,7 @@ def fit(
     bar = tqdm(
         desc="fit", total=0, bar_format="{desc} [{elapsed}]", leave=False, disable=not progress
     )
-    search = _Search(Program(model, args, kwargs), max(draws, FEWEST), bar)
+    search = _Fitting(Program(model, args, kwargs), max(draws, FEWEST), bar)
     with random, bar, _without_other_guides(), poutine.block():
         if seed is not None:
             seed_rng(seed)
@@ -119,7 +119,7 @@ def fit(
 
 
 @dataclass
-class _Search:
+class _Fitting:
     """The stages of `fit`, and what they found so far."""
 
     program: Program
@@ -270,8 +270,8 @@ class _Search:
             )
         if self.guide.model_learns:
             warn(
-                "The model has parameters of its own, which fit takes as they are. Learn them by SVI first, or give them "
-                "priors."
+                "The model has parameters of its own, which fit takes as they are. Learn them by SVI first, or give "
+                "them priors."
             )
         flat = self._flat
         for name, note in rules.items():

@@ -213,8 +213,8 @@ def test_bad_weights_are_told(monkeypatch):
     """Where nothing may be improved, draws of a bad guide are not to be trusted, and the reason is in the verdict."""
     for name in ("TRAINING", "DRAWING", "CHAINS"):
         monkeypatch.setattr(fitting, name, 0.0)
-    monkeypatch.setattr(fitting._Search, "_run_chains", lambda self: None)
-    monkeypatch.setattr(fitting._Search, "_trained", lambda self: self.found)
+    monkeypatch.setattr(fitting._Fitting, "_run_chains", lambda self: None)
+    monkeypatch.setattr(fitting._Fitting, "_trained", lambda self: self.found)
 
     def model(y):
         z = pyro.sample("z", dist.Bernoulli(0.5 * torch.ones(30)).to_event(1))
@@ -230,7 +230,7 @@ def test_what_was_found_before_an_interrupt_is_in_the_error(monkeypatch, stage, 
     def interrupt(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fitting._Search, stage, interrupt)
+    monkeypatch.setattr(fitting._Fitting, stage, interrupt)
     with pytest.raises(Interrupted) as caught:
         fitted(eight_schools, Y, SIGMA, draws=100)
     partial = caught.value.partial
@@ -242,7 +242,7 @@ def test_chains_mend_a_guide_that_is_off(monkeypatch):
     """Draws that are shifted by a deviation, with the weights that belong to them forgotten."""
     y = torch.randn(12) + 1.0
     posterior = fitted(robust, y, draws=2000)
-    search = fitting._Search(posterior.target.program, 2000, fitting.tqdm(disable=True))
+    search = fitting._Fitting(posterior.target.program, 2000, fitting.tqdm(disable=True))
     search.guide = posterior.guide
     shifted = {**posterior.draws, "loc": posterior["loc"] + posterior.std("loc")}
     weights = torch.zeros(2000)
