@@ -171,8 +171,7 @@ def _chained(
     count = len(kept) * CHAINS
     effective = min(found.effective, float(count))
     own = torch.full_like(drawn.log_evidence, 1 / effective - 1 / count)
-    unknown = torch.full_like(drawn.log_evidence, math.nan)
-    pool = Pool(drawn.log_evidence_error.square(), own, unknown)
+    pool = Pool.unknown(drawn.log_evidence)._replace(draws=own)
     weights = drawn.log_evidence.expand(count)
     result = WeightedSamples(samples, weights, drawn.plates, pool)
     return Chained(result, effective, found.r_hat, found.agree)

@@ -97,7 +97,8 @@ class Posterior(WeightedSamples):
     def log_prob(self, values: Mapping[str, Any]) -> Tensor:
         """Returns the posterior's log density at values of all latents, ``(*batch)``, in nats.
 
-        It is the model's joint log density less `log_evidence`. Under improper priors both lack the same constant.
+        It is the model's joint log density less `log_evidence`, and NaN where that is not known, as after chains. Under
+        improper priors both lack the same constant.
 
         Args:
             values: latent -> ``(*batch, *site shape)``, with at most one batch dim.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import ClippedAdam
 
@@ -53,6 +54,8 @@ def train(
         vectorize_particles=model.is_at_once,
     )
     args, kwargs = target.program.args, target.program.kwargs
+    # whose own parameters stay as they are
+    held = poutine.block(model.target.program.model, hide_types=["param"])
     begun, a_round = time.process_time(), 0.0
     best, weights = _waste(weigh()), copy.deepcopy(guide.state_dict())
     for i in range(MOST_ROUNDS):
@@ -60,7 +63,7 @@ def train(
             break
         steps, before = FIRST_ROUND * 2**i, time.process_time()
         rate = {"lr": RATE / 2**i, "lrd": DECAY ** (1 / steps)}
-        svi = SVI(model.target.program.model, guide, ClippedAdam(rate), elbo)
+        svi = SVI(held, guide, ClippedAdam(rate), elbo)
         for step in range(steps):
             svi.step(*args, **kwargs)
             if step % SHOWN == 0:
