@@ -32,9 +32,8 @@ MOST_R_HAT = 1.05  # of chains that agree
 ACCEPTANCE = 0.8  # of a transition, that the step size is chosen for
 FIRST_STEP = 0.3  # in standard deviations
 ADAPTATION = 0.5  # change of the log step size by an acceptance that is off by 1
-QUARTER = (
-    math.pi / 2
-)  # length of a trajectory that makes a Normal's ends independent, in standard deviations
+# length of a trajectory, in standard deviations, at which both ends are independent, of a Normal
+QUARTER = math.pi / 2
 MOST_STEPS = 32  # of a trajectory
 SHRINKAGE = 0.05  # of correlations towards zero: what few draws tell of a matrix
 

@@ -156,8 +156,13 @@ class Posterior(WeightedSamples):
         program = Program(unmapped(self._target.program.model), args, kwargs)
         target = Target(program, None)
         known = self._of_one_data_set()
+
+        def choose(site: Any) -> Tensor | None:
+            value = known.get(site["name"])
+            return None if value is None or site["fn"].shape() != value.shape[1:] else value[0]
+
         with torch.no_grad():
-            now = target.run_model(target.one(), Runner({}))
+            now = target.run_model(target.one(), Runner({}, choose=choose))
         held = {
             name: value
             for name, value in known.items()

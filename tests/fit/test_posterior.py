@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.distributions import constraints
 
 from pyro_nami import Posterior, amortize, fit
 
@@ -78,6 +79,18 @@ def test_other_instances_are_the_models_own_and_told():
     assert other["effect"].shape == (4000, 6)
     spread = other["effect"].std(0) / local["scale"].square().mean().sqrt()
     assert (spread - 1).abs().max() < 0.1
+
+
+def test_predictions_under_an_improper_prior():
+    def model(size, y=None):
+        mean = pyro.sample("mean", dist.ImproperUniform(constraints.real, (), ()))
+        with pyro.plate("rows", size):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    flat = fit(model, 4, Y, seed=0, progress=False)
+    drawn = flat.predict(6)["y"]
+    assert drawn.shape == (4000, 6)
+    assert float(drawn.mean()) == pytest.approx(float(Y.mean()), abs=0.06)
 
 
 def test_a_file_gives_the_posterior_back(posterior, tmp_path):
