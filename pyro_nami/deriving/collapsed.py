@@ -24,7 +24,12 @@ from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import trimmed
 from pyro_nami.deriving.gaussian_levels import times
 from pyro_nami.deriving.nearest_normal import nearest_normal, normal_points
-from pyro_nami.deriving.vector_mixture import adapted_mixture, modes_of, shares_of
+from pyro_nami.deriving.vector_mixture import (
+    LEAST_GAIN,
+    adapted_mixture,
+    modes_of,
+    shares_of,
+)
 from pyro_nami.factors.joint_normal import JointNormal, MixedNormals
 from pyro_nami.factors.knots import KnotTransform
 
@@ -41,9 +46,6 @@ NARROW = (
     3e-3,
 )  # of the spread of priors, where it begins if there is no mode: Cauchy ones are wide
 LEAST = 0.05  # share below which points about a mode are no picture of the density
-LEAST_GAIN = 0.1  # nats that a step would still gain, where no mode was found
-DEPTH = 5.0  # nats below the highest mode, from where the mass about others is small
-BETWEEN = 1.0  # nats by which the density falls between two modes, at least
 TAIL = 1.0, 2.0, 4.0, 8.0  # deviations, between which a density falls if it has an end
 FALL = 0.5  # nats by which it does at least: a Cauchy variable's falls by 1.4 between the last
 OPEN = "does not fall"  # in the flaw of a density that has no end
@@ -131,7 +133,6 @@ class Collapsed:
     Attributes:
         finite: nothing, as `Expansion.finite` of what is always a number.
         effective: the share of weighted points that are effective; 1 where none were weighted.
-        others: by how many nats further modes are lower that searches have found, ``(modes,)``.
         flaw: why the density about the mode is no picture of the posterior; empty if it is one.
 
     Raises:
@@ -153,9 +154,6 @@ class Collapsed:
         self.finite: dict[str, Tensor] = {}
         self.effective = 1.0
         self.flaw = ""
-        self.others = torch.empty(0)
-        self._unseen = 0.0
-        self._further: list[BentVector] = []
         self._coordinates = coordinates
         self._log_density = log_density
         self._at_once = min(at_once, AT_ONCE)
@@ -206,7 +204,7 @@ class Collapsed:
         """Returns the highest mode, and the inverse curvature there."""
         best = self._heights(starts).topk(min(STARTS, len(starts)), 0).indices
         starts = starts.gather(0, best[..., None].expand(*best.shape, starts.shape[-1]))
-        found = self._ends = self._searched(starts)
+        found = self._searched(starts)
         names = ", ".join(map(repr, self.group.members))
         if not bool(found.height.isfinite().any(0).all()):
             raise ValueError(
@@ -215,8 +213,7 @@ class Collapsed:
         is_mode = (found.gain < LEAST_GAIN) & found.height.isfinite()
         best = found.height.where(is_mode | ~is_mode.any(0), -torch.inf).argmax(0)
         near = Ascent(*(_taken(each, best) for each in found))
-        is_other = self._are_separate(found, near)
-        self.others = (near.height - found.height)[is_other]
+        self._modes = modes_of(self._heights, found)
         if weighs:  # a point far out, where others have modes, takes many runs
             near = measured(self._heights, near)
         self._near = root_of(near.inverse)
@@ -228,14 +225,10 @@ class Collapsed:
             self.flaw = f"no mode of the log density of {names} was found"
         return mode
 
-    def _are_separate(self, found: Ascent, near: Ascent) -> Tensor:
-        """Returns which searches ended at modes of their own, beside the highest one, that may count.
-
-        Between two modes the log density falls.
-        """
-        may_count = (found.gain < LEAST_GAIN) & (near.height - found.height < DEPTH)
-        between = self._heights((found.place + near.place) / 2)
-        return may_count & (between < found.height - BETWEEN)
+    @property
+    def others(self) -> list[float]:
+        """By how many nats there is less mass about each further mode that searches have found."""
+        return self._modes.lower[1:]
 
     def _name_of(self, share: Tensor) -> str:
         """Returns the member with the largest of some numbers."""
@@ -313,19 +306,17 @@ class Collapsed:
         """
         if self.flaw:
             return None
-        if not self._further:
-            modes = modes_of(self._heights, self._ends)
-            if modes.unseen > 0:
-                modes = modes_of(self._heights, self._searched(self._starts))
-            own = [float(self._vector.log_prob(each.center).sum()) for each in modes.vectors]
-            self._further = [each for each, near in zip(modes.vectors, own) if near < max(own)]
-            self._unseen = modes.unseen
-        vectors = [self._vector, *self._further]
+        if self._modes.unseen > 0:
+            self._modes = modes_of(self._heights, self._searched(self._starts))
+        modes = self._modes.vectors
+        own = [float(self._vector.log_prob(each.center).sum()) for each in modes]
+        further = [each for each, near in zip(modes, own) if near < max(own)]
+        vectors = [self._vector, *further]
         if self._vector.center.shape[-1] <= MOST_MIXED:
             self._take(*adapted_mixture(self._heights, vectors, fold))
-        elif self._further:
+        elif further:
             self._take(vectors, shares_of(self._heights, vectors))
-        return self._unseen
+        return self._modes.unseen
 
     def _searched(self, starts: Tensor) -> Ascent:
         eps = torch.finfo(self._coordinates.like.dtype).eps

@@ -17,7 +17,7 @@ from pyro_nami.deriving.ascent import Ascent, root_of
 from pyro_nami.deriving.bent_vector import POINTS, BentVector, Heights, unbent
 from pyro_nami.deriving.nearest_normal import quasi_normal
 
-__all__ = ["Modes", "adapted_mixture", "modes_of", "shares_of"]
+__all__ = ["LEAST_GAIN", "Modes", "adapted_mixture", "modes_of", "shares_of"]
 
 MORE_POINTS = 256  # of a further part
 MOST_PARTS = 12
@@ -72,20 +72,22 @@ def adapted_mixture(
 
 
 class Modes(NamedTuple):
-    """Modes that searches have found.
+    """Modes that searches have found, of one data set.
 
     Attributes:
         vectors: a Normal about each that may count, the highest first.
-        unseen: the share of searches that would lead to other ones: that of modes which one search alone has found
-            (Good 1953, "The population frequencies of species").
+        lower: by how many nats there is less mass about each than about the one with most.
+        unseen: the share of searches that would lead to other ones: that of modes which one search alone has found, if
+            there are several (Good 1953, "The population frequencies of species").
     """
 
     vectors: list[BentVector]
+    lower: list[float]
     unseen: float
 
 
 def modes_of(heights: Heights, ends: Ascent) -> Modes:
-    """Returns the modes at which searches from several starts, ``(starts, *batch)``, have ended, of one data set."""
+    """Returns the modes at which searches from several starts, ``(starts, *batch)``, have ended."""
     found: list[Ascent] = []
     counts: list[int] = []
     ended = ((ends.gain < LEAST_GAIN) & ends.height.isfinite()).flatten()
@@ -101,8 +103,9 @@ def modes_of(heights: Heights, ends: Ascent) -> Modes:
     vectors = [unbent(mode.place, root_of(mode.inverse)) for mode in found]
     masses = shares_of(heights, vectors).tolist() if vectors else []
     counting = [k for k, mass in enumerate(masses) if mass > max(masses) - DEPTH]
-    singles = sum(counts[k] == 1 for k in counting)
-    return Modes([vectors[k] for k in counting], singles / max(1, sum(counts)))
+    singles = sum(counts[k] == 1 for k in counting) if len(counting) > 1 else 0
+    lower = [max(masses) - masses[k] for k in counting]
+    return Modes([vectors[k] for k in counting], lower, singles / max(1, sum(counts)))
 
 
 def shares_of(heights: Heights, vectors: Sequence[BentVector]) -> Tensor:

@@ -186,7 +186,7 @@ def log_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
     for group, kept in tables.items():
         found = kept.conditionals
         if isinstance(found, Collapsed) and len(found.others) and not found.flaw:
-            lower = float(found.others.min())
+            lower = min(found.others)
             logging.getLogger(__name__).warning(_OTHERS, quoted(group.members), lower)
 
 
