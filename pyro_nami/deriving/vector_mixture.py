@@ -7,6 +7,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,10 +60,14 @@ def adapted_mixture(
     while True:
         shares = torch.tensor(counts).to(log_q) / sum(counts)
         flat = log_q.flatten(1)
-        weights = (height.flatten() - _mixed(shares, flat)).softmax(0)
-        if float(weights.max()) * len(weights) <= LARGE or len(parts) >= most:
-            return parts, _fitted(shares, flat, weights).log()
-        part = _about(points, weights, first, fold * NEAR)
+        log_weights = height.flatten() - _mixed(shares, flat)
+        weights = log_weights.softmax(0)
+        shares = _fitted(shares, flat, weights)
+        log_total = log_weights.logsumexp(0) - math.log(len(weights))
+        large = height.flatten() - _mixed(shares, flat) - log_total  # weights of the result
+        if float(large.max()) <= math.log(LARGE) or len(parts) >= most:
+            return parts, shares.log()
+        part = _about(points, int(large.argmax()), weights, first, fold * NEAR)
         more = _points(part, fold * MORE_POINTS)
         points, height = torch.cat([points, more]), torch.cat([height, heights(more)])
         log_q = torch.cat([log_q, torch.stack([each.log_prob(more) for each in parts])], 1)
@@ -148,9 +153,9 @@ def _points(vector: BentVector, count: int) -> Tensor:
     return vector.at(normal.expand(count, *vector.center.shape))[0]
 
 
-def _about(points: Tensor, weights: Tensor, first: BentVector, near: int) -> BentVector:
-    """Returns a Normal about the point of the largest weight, with the covariance of those near to it."""
-    center = points[int(weights.argmax())]
+def _about(points: Tensor, index: int, weights: Tensor, first: BentVector, near: int) -> BentVector:
+    """Returns a Normal about one of several weighted points, with the covariance of those near to it."""
+    center = points[index]
     off = points - center
     whitened = torch.linalg.solve_triangular(first.root, off.unsqueeze(-1), upper=False)
     nearest = whitened.flatten(1).square().sum(-1).topk(near, largest=False).indices
