@@ -36,6 +36,7 @@ from pyro_nami.factors.knots import KnotTransform
 __all__ = ["OPEN", "Collapsed", "LatentVector"]
 
 MOST_MIXED = 12  # numbers of a mixture, whose parts are found by weights of nearby points
+MOST_MODES = 32  # further ones of a mixture; where there are more, it is told that some are missing
 MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, few points have most of the weight
 STARTS = 16  # of searches for a mode
 AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
@@ -310,13 +311,13 @@ class Collapsed:
             self._modes = modes_of(self._heights, self._searched(self._starts))
         modes = self._modes.vectors
         own = [float(self._vector.log_prob(each.center).sum()) for each in modes]
-        further = [each for each, near in zip(modes, own) if near < max(own)]
+        further = [each for each, near in zip(modes, own) if near < max(own)][:MOST_MODES]
         vectors = [self._vector, *further]
         if self._vector.center.shape[-1] <= MOST_MIXED:
             self._take(*adapted_mixture(self._heights, vectors, fold))
         elif further:
             self._take(vectors, shares_of(self._heights, vectors))
-        return self._modes.unseen
+        return 1.0 if len(modes) > 1 + MOST_MODES else self._modes.unseen
 
     def _searched(self, starts: Tensor) -> Ascent:
         eps = torch.finfo(self._coordinates.like.dtype).eps

@@ -25,7 +25,6 @@ MOST_PARTS = 12
 LARGE = 3.0  # a weight, relative to the mean, about which a part is added
 NEAR = 128  # points whose weighted covariance a part has
 LEAST_GAIN = 0.1  # nats that a step would still gain, where no mode was found
-NEAR_MODE = 0.5  # deviations of a mode, within which a search has ended at it
 BETWEEN = 1.0  # nats by which the density falls between two modes, at least
 DEPTH = 7.0  # nats of mass below the largest, from where the mass about a mode is small
 STEPS = 20  # of a fit of shares; most change within a few
@@ -92,20 +91,23 @@ class Modes(NamedTuple):
 
 
 def modes_of(heights: Heights, ends: Ascent) -> Modes:
-    """Returns the modes at which searches from several starts, ``(starts, *batch)``, have ended."""
-    found: list[Ascent] = []
+    """Returns the modes at which searches from several starts, ``(starts, *batch)``, have ended.
+
+    Two have ended at one mode if there is no valley between them.
+    """
+    height = ends.height.flatten()
+    left = height.argsort(descending=True)
+    left = left[((ends.gain < LEAST_GAIN) & ends.height.isfinite()).flatten()[left]]
+    vectors: list[BentVector] = []
     counts: list[int] = []
-    ended = ((ends.gain < LEAST_GAIN) & ends.height.isfinite()).flatten()
-    order = ends.height.flatten().argsort(descending=True).tolist()
-    for i in (i for i in order if bool(ended[i])):
-        end = ends.at(i)
-        same = next((k for k, mode in enumerate(found) if _is_same(heights, mode, end)), None)
-        if same is None:
-            found.append(end)
-            counts.append(1)
-        else:
-            counts[same] += 1
-    vectors = [unbent(mode.place, root_of(mode.inverse)) for mode in found]
+    while len(left):
+        best = ends.at(int(left[0]))
+        between = heights((best.place + ends.place[left]) / 2).flatten()
+        is_same = between > height[left] - BETWEEN
+        is_same[0] = True
+        vectors.append(unbent(best.place, root_of(best.inverse)))
+        counts.append(int(is_same.sum()))
+        left = left[~is_same]
     masses = shares_of(heights, vectors).tolist() if vectors else []
     counting = [k for k, mass in enumerate(masses) if mass > max(masses) - DEPTH]
     singles = sum(counts[k] == 1 for k in counting) if len(counting) > 1 else 0
@@ -115,19 +117,9 @@ def modes_of(heights: Heights, ends: Ascent) -> Modes:
 
 def shares_of(heights: Heights, vectors: Sequence[BentVector]) -> Tensor:
     """Returns the logs of the shares of the mass about modes, ``(modes,)``, by the density at each and its Normal."""
-    return torch.stack(
-        [heights(each.center[None]).sum() - each.log_prob(each.center).sum() for each in vectors]
-    ).log_softmax(0)
-
-
-def _is_same(heights: Heights, mode: Ascent, end: Ascent) -> bool:
-    """Whether a search has ended at a mode: near to it, or with no valley between."""
-    off = (end.place - mode.place).unsqueeze(-1)
-    whitened = torch.linalg.solve_triangular(root_of(mode.inverse), off, upper=False)
-    if float(whitened.square().sum()) < NEAR_MODE**2:
-        return True
-    between = heights(((end.place + mode.place) / 2)[None])[0]
-    return bool((between > torch.minimum(end.height, mode.height) - BETWEEN).all())
+    height = heights(torch.stack([each.center for each in vectors])).flatten()
+    log_q = torch.stack([each.log_prob(each.center).sum() for each in vectors])
+    return (height - log_q).log_softmax(0)
 
 
 def _mixed(shares: Tensor, log_q: Tensor) -> Tensor:

@@ -140,10 +140,12 @@ class _Fitting:
         self.unseen = self.guide.mix() or 0.0
         self._say("weighing draws")
         self._take(self._weighed(self.num))
+        if self.unseen > MOST_UNSEEN:
+            return self._found  # which no further draws mend
         if self._learned and not self._is_enough(ENOUGH):
             self._take(self._trained())
         self._draw_more()
-        if not self._found.verdict.is_trusted and self.unseen <= MOST_UNSEEN:
+        if not self._found.verdict.is_trusted:
             self._run_chains()
         return self._found
 
@@ -243,7 +245,7 @@ class _Fitting:
     def _take(self, drawn: WeightedSamples) -> None:
         judged = of_weights(drawn, is_derived(self.guide), REMEDY)
         if self.unseen > MOST_UNSEEN:
-            reason = f"searches keep finding modes: {self.unseen:.0%} of them would lead to others"
+            reason = "searches for modes keep finding others"
             judged = untrusted(reason, MODES)
         self.found = Posterior.of(drawn, self._target, judged)
 

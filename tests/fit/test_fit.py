@@ -122,7 +122,7 @@ def test_more_modes_than_searches_find_are_told():
             scale = noise[..., None, None].expand(loc.shape)
             pyro.sample("y", dist.Normal(loc, scale).to_event(1), obs=y)
 
-    with pytest.warns(UserWarning, match="searches keep finding modes"):
+    with pytest.warns(UserWarning, match="keep finding others"):
         assert not fitted(model, y).verdict.is_trusted
 
 
