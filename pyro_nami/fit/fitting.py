@@ -8,6 +8,7 @@ training if a conditional is learned, then chains that begin at the draws.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from pyro_nami.fit.chains import run_chains
 from pyro_nami.fit.posterior import Posterior, is_derived
 from pyro_nami.fit.training import train
 from pyro_nami.fit.verdict import LEAST_EFFECTIVE, checked, of_weights, untrusted
+from pyro_nami.guide import first_latents
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.target import Target
@@ -134,7 +136,7 @@ class _Fitting:
         """Returns the posterior, by as many stages as it takes."""
         self._say("reading the model, deriving")
         self.guide = AutoNaMIGuide(self.program.model)
-        with torch.no_grad():
+        with torch.no_grad(), _without_log_of_modes():
             self.guide(*self.program.args, **self.program.kwargs)
         self._check()
         self.unseen = self.guide.mix() or 0.0
@@ -300,6 +302,18 @@ def _without_other_guides() -> Iterator[None]:
         for name in [name for name in store if name.startswith(f"{AutoNaMIGuide.__name__}.")]:
             del store[name]
         yield
+
+
+@contextlib.contextmanager
+def _without_log_of_modes() -> Iterator[None]:
+    """Hides what a guide logs of modes that it does not draw about, as mixtures do."""
+    logger = logging.getLogger(first_latents.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
