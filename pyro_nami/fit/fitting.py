@@ -135,7 +135,7 @@ class _Fitting:
     def posterior(self) -> Posterior:
         """Returns the posterior, by as many stages as it takes."""
         self._say("reading the model, deriving")
-        self.guide = AutoNaMIGuide(self.program.model)
+        self.guide = AutoNaMIGuide(self.program.model).for_weights()
         with torch.no_grad(), _without_log_of_modes():
             self.guide(*self.program.args, **self.program.kwargs)
         self._check()

@@ -236,6 +236,15 @@ class LazyGuide(AutoGuide):
             or "no plate",
         )
 
+    def for_weights(self) -> LazyGuide:
+        """Prepares the guide, before its first call, for draws that importance weights correct, and returns it.
+
+        More latents are searched for together then, as weights repair what a search leaves, where SVI would have to
+        learn it.
+        """
+        self._options = self._options._replace(is_weighted=True)
+        return self
+
     def mix(self, fold: int = 1) -> float | None:
         """Draws the latents that come first from mixtures, as of the next call: for draws that are weighted.
 

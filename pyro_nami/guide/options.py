@@ -44,6 +44,7 @@ class Options(NamedTuple):
     init_scale: float
     activation: Callable[[Tensor], Tensor] | None
     save_data: bool
+    is_weighted: bool = False  # whether draws are for importance weights, not for SVI
 
     @property
     def simulated(self) -> bool:

@@ -68,7 +68,7 @@ def find_order(
     if finder and interleaved:
         local = {name: group for name, group in groups.items() if not _integrates(first, group)}
         found = first_ones(first, inverse, order, local, flaws or {})
-        if found is not None and found.form == "collapsed":
+        if first.options.is_weighted and found is not None and found.form == "collapsed":
             groups = local
         else:
             found = first_ones(first, inverse, order, groups, flaws or {})

@@ -157,9 +157,6 @@ DESIGNS = {
 }
 
 
-GIVEN = {"s": "learned"}  # the scale, so that no other latents are searched for along with it
-
-
 def mode(design: Design, s: Tensor) -> tuple[Tensor, Tensor]:
     """The mode of the joint log density, and the covariance that its Hessian there says."""
     v = torch.zeros(design.size)
@@ -186,7 +183,7 @@ def moments(fn) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("s", [0.4, 1.5])
 @pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
 def test_the_first_latent_is_normal_about_the_mode(design, s):
-    guide, (name, size) = called(design.model, design.y, rules=GIVEN), design.first
+    guide, (name, size) = called(design.model, design.y), design.first
     assert guide.rules[name].rule == "newton"
     loc, covariance = moments(conditional(guide, name, design.y, s=torch.tensor(s)))
     center, whole = mode(design, torch.tensor(s))
@@ -198,7 +195,7 @@ def test_the_first_latent_is_normal_about_the_mode(design, s):
 
 @pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
 def test_mode_and_curvature_follow_what_was_drawn(design):
-    guide, (name, size) = called(design.model, design.y, rules=GIVEN), design.first
+    guide, (name, size) = called(design.model, design.y), design.first
     s, step = torch.tensor(0.7, requires_grad=True), 1e-4
     loc, covariance = moments(conditional(guide, name, design.y, s=s))
     above, below = (mode(design, torch.tensor(0.7 + sign * step)) for sign in (1, -1))
@@ -213,7 +210,7 @@ def test_mode_and_curvature_follow_what_was_drawn(design):
 
 @pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
 def test_guides_are_faithful_and_their_density_is_that_of_their_draws(design):
-    guide = called(design.model, design.y, rules=GIVEN)
+    guide = called(design.model, design.y)
     verify_inverse(guide.bayesnet, guide.inverse)
     trace = poutine.trace(guide).get_trace(design.y)
     values = {name: site["value"] for name, site in trace.nodes.items() if name in guide.rules}
@@ -224,7 +221,7 @@ def test_guides_are_faithful_and_their_density_is_that_of_their_draws(design):
 
 def test_particles_have_modes_of_their_own():
     design, scales = DESIGNS["regression"], torch.tensor([0.4, 1.5])
-    guide = called(design.model, design.y, rules=GIVEN)
+    guide = called(design.model, design.y)
     with pyro.plate("particles", 2, dim=-2):
         loc, _ = moments(conditional(guide, "w", design.y, s=scales.unsqueeze(-1)))
     expected = torch.stack([mode(design, s)[0][:3] for s in scales])

@@ -95,7 +95,7 @@ def log_rest(a: Tensor, y: Tensor, s: Tensor) -> Tensor:
 
 def test_a_latent_drawn_later_is_integrated_out():
     y, s = torch.tensor([0.0, 2, 5, 1, 0, 3, 9, 1]), torch.tensor(0.8)
-    guide = called(groups, y, rules={"s": "learned"})
+    guide = called(groups, y)
     assert [guide.rules[name].rule for name in "ab"] == ["quadrature"] * 2
     fn, place = conditional(guide, "a", y, s=s), GRID[::10]
     log_p = log_rest(place, y, s)
