@@ -97,3 +97,16 @@ def test_data_sets_along_a_batch_dim_are_searched_by_themselves():
     torch.testing.assert_close(found.place, means.expand(4, 2, 2), rtol=0, atol=0.2)
     mode, _ = polish(slopes, found.at(0))
     torch.testing.assert_close(mode.place, means, rtol=0, atol=1e-3)
+
+
+def test_a_search_that_ends_low_does_not_end_a_higher_one():
+    """A curved ridge takes dozens of steps, the quadratic beside it two; the ridge is higher all along."""
+
+    def log_prob(x):
+        a, b = x.unbind(-1)
+        ridge = 1e4 - 100 * (b - a.square()).square() - (1 - a).square()
+        return torch.where(a < 20, ridge, -(x - 50).square().sum(-1))
+
+    starts = torch.tensor([[-1.2, 1.0], [49.0, 51.0], [50.0, 50.1]])
+    found = ascend(slopes_of(log_prob), starts, torch.ones(2), EPS)
+    assert float(found.height[0]) == pytest.approx(1e4, abs=0.5)
