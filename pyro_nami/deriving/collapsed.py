@@ -49,6 +49,7 @@ NARROW = (
 LEAST = 0.05  # share below which points about a mode are no picture of the density
 TAIL = 1.0, 2.0, 4.0, 8.0  # deviations, between which a density falls if it has an end
 FALL = 0.5  # nats by which it does at least: a Cauchy variable's falls by 1.4 between the last
+FAR = 1e2, 1e3  # spreads of priors, at which it has fallen as well
 OPEN = "does not fall"  # in the flaw of a density that has no end
 FLAT = 1e-4  # curvature, in units of the estimate that a search leaves, below which a density does not fall
 
@@ -286,6 +287,12 @@ class Collapsed:
         end = torch.zeros_like(tables[0], dtype=torch.bool)
         for near, far in zip(tables, tables[1:]):
             end = torch.where(far.isfinite(), near - far < FALL, end)
+        # A bump on the way out, as rounding leaves, has a deviation of its own.
+        axes = torch.diag_embed(self._unit).reshape(-1, *(1,) * (ways.dim() - 3), len(self._unit))
+        for far in FAR:
+            points = self._vector.center + far * torch.stack([axes, -axes])
+            heights = self._heights(points.flatten(0, 1)).unflatten(0, (2, -1))
+            end = end | (heights > self._heights(self._vector.center[None]) - FALL)
         ways_of_it = end.any(0).flatten(1).any(-1) if end.dim() > 2 else end.any(0)
         is_open = bool(ways_of_it.any())
         if is_open and not self.flaw:

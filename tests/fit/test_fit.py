@@ -175,7 +175,23 @@ def test_a_model_without_latents_is_told():
         fitted(model, torch.tensor(1.0))
 
 
-def test_an_improper_posterior_is_told_with_its_latent():
+@pytest.mark.parametrize("seed", range(3))
+def test_an_improper_posterior_is_told_with_its_latent(seed):
+    """Counts of zero leave the log rate without an end."""
+
+    def model(y):
+        rate = pyro.sample("rate", dist.ImproperUniform(constraints.real, (), ()))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Poisson(rate.exp()), obs=y)
+
+    with pytest.raises(ValueError, match="improper.*'rate'|'rate'.*improper"):
+        fitted(model, torch.zeros(5), seed=seed)
+
+
+@pytest.mark.filterwarnings("ignore:The posterior is not to be trusted")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slope_that_a_line_separates_is_improper_or_not_trusted(monkeypatch, seed):
+    monkeypatch.setattr(fitting, "CHAINS", 1.0)
     flat = dist.ImproperUniform(constraints.real, (), ())
 
     def model(x, y):
@@ -185,8 +201,12 @@ def test_an_improper_posterior_is_told_with_its_latent():
             pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
 
     x = torch.linspace(-1, 1, 20)
-    with pytest.raises(ValueError, match="improper.*'b'"):
-        fitted(model, x, (x > 0).float())  # which a line separates
+    try:
+        verdict = fitted(model, x, (x > 0).float(), seed=seed).verdict
+    except ValueError as error:
+        assert "improper" in str(error) and "'b'" in str(error)
+    else:
+        assert not verdict.is_trusted
 
 
 def test_a_density_that_is_nowhere_finite_names_its_site():
