@@ -22,7 +22,8 @@ NEAR = 1e-2  # nats that a further step would gain, from where Newton steps take
 ENOUGH = (
     1e-5  # nats that a further step would gain at a mode, which is off by 0.005 deviations then
 )
-PATIENCE = 2  # how many times as many evaluations as the search that ends highest others may take
+PATIENCE = 2  # how many times as many evaluations others may take as the first search that ends near the highest
+CLOSE = 1.0  # nats below the highest, that are near
 ARMIJO = 1e-4  # share of the expected gain that a step has to have (Nocedal and Wright 2006, 3.1)
 LONGEST = 3.0  # units of a first step
 SHORTEST = 1e-10  # share of a step, below which the search gives up
@@ -88,8 +89,8 @@ def ascend(slopes: Slopes, start: Tensor, unit: Tensor, eps: float) -> Ascent:
         going = height.isfinite() & (rise / 2 > NEAR) & (length > SHORTEST)
         if not bool(going.any()):
             break
-        highest = height.argmax(0, keepdim=True)
-        if most == MOST_STEPS and bool((~going & height.isfinite()).gather(0, highest).all()):
+        ended = height.where(~going & height.isfinite(), -torch.inf).amax(0)
+        if most == MOST_STEPS and bool((ended > height.amax(0) - CLOSE).all()):
             most = min(most, PATIENCE * i)
         length = length.where(going, 0.0)
         step = length[..., None] * way

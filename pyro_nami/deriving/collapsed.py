@@ -38,7 +38,10 @@ __all__ = ["OPEN", "Collapsed", "LatentVector"]
 MOST_MIXED = 12  # numbers of a mixture, whose parts are found by weights of nearby points
 MOST_MODES = 32  # further ones of a mixture; where there are more, it is told that some are missing
 MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, few points have most of the weight
-STARTS = 16  # of searches for a mode
+STARTS, FEW_STARTS = (
+    16,
+    4,
+)  # of searches for a mode; fewer where few draws are given, as runs take long
 AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
 MUCH = 0.5  # share of effective points below which a search for the nearest Normal pays
 FEWEST_PAIRS = 128  # of points for that
@@ -204,7 +207,8 @@ class Collapsed:
 
     def _mode(self, starts: Tensor, unit: Tensor, weighs: bool) -> Ascent:
         """Returns the highest mode, and the inverse curvature there."""
-        best = self._heights(starts).topk(min(STARTS, len(starts)), 0).indices
+        count = STARTS if len(starts) > STARTS else FEW_STARTS
+        best = self._heights(starts).topk(min(count, len(starts)), 0).indices
         starts = starts.gather(0, best[..., None].expand(*best.shape, starts.shape[-1]))
         found = self._searched(starts)
         names = ", ".join(map(repr, self.group.members))
