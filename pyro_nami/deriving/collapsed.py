@@ -311,7 +311,7 @@ class Collapsed:
         """Takes a mixture about all modes that searches find; of few numbers with parts where weights are large.
 
         Args:
-            fold: see `adapted_mixture`.
+            fold: see `adapted_mixture`; 0 for parts about modes alone, whose draws are near the posterior as they are.
 
         Returns:
             The share of searches that would lead to modes unseen so far; None where no mode was found.
@@ -324,9 +324,9 @@ class Collapsed:
         own = [float(self._vector.log_prob(each.center).sum()) for each in modes]
         further = [each for each, near in zip(modes, own) if near < max(own)][:MOST_MODES]
         vectors = [self._vector, *further]
-        if self._vector.center.shape[-1] <= MOST_MIXED:
+        if fold and self._vector.center.shape[-1] <= MOST_MIXED:
             self._take(*adapted_mixture(self._heights, vectors, fold))
-        elif further:
+        else:
             self._take(vectors, shares_of(self._heights, vectors))
         return 1.0 if len(modes) > 1 + MOST_MODES else self._modes.unseen
 

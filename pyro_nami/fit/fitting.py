@@ -109,6 +109,7 @@ def fit(
             seed_rng(seed)
         try:
             posterior = search.posterior()
+            search.guide.mix(0)
             if draws < FEWEST:
                 posterior = _fewer(posterior, draws)
         except KeyboardInterrupt as error:
@@ -139,6 +140,7 @@ class _Fitting:
         with torch.no_grad(), _without_log_of_modes():
             self.guide(*self.program.args, **self.program.kwargs)
         self._check()
+        self.guide.answer_for(*self.program.args, **self.program.kwargs)
         self.unseen = self.guide.mix() or 0.0
         self._say("weighing draws")
         self._take(self._weighed(self.num))

@@ -245,11 +245,17 @@ class LazyGuide(AutoGuide):
         self._options = self._options._replace(is_weighted=True)
         return self
 
+    def answer_for(self, *args: Any, **kwargs: Any) -> None:
+        """Makes the data among the model's arguments those that the guide answers for, as a training step does."""
+        with poutine.block(), torch.enable_grad():
+            self(*args, **kwargs)
+        self._reader.count_as_training()
+
     def mix(self, fold: int = 1) -> float | None:
         """Draws the latents that come first from mixtures, as of the next call: for draws that are weighted.
 
         Args:
-            fold: how many times more points tell the mixtures than by default.
+            fold: how many times more points tell the mixtures than by default; 0 for draws that are not weighted.
 
         Returns:
             The share of searches for modes that would lead to others than those found; None where nothing is mixed.

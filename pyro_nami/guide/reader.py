@@ -142,6 +142,12 @@ class CallReader:
             else:
                 self._tell(step.notice)
 
+    def count_as_training(self) -> None:
+        """Records the calls that a backward pass may come back from as training steps, without one."""
+        for step in self._open:
+            step.backward.has_come = True
+        self.settle()
+
     def _take_in(self, step: _Step) -> None:
         """Records a call as a training step."""
         memory = self.memory

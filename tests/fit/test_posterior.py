@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.distributions import constraints
+from pyro.infer import Predictive, Trace_ELBO
 
 from pyro_nami import Posterior, amortize, fit
 
@@ -91,6 +92,37 @@ def test_predictions_under_an_improper_prior():
     drawn = flat.predict(6)["y"]
     assert drawn.shape == (4000, 6)
     assert float(drawn.mean()) == pytest.approx(float(Y.mean()), abs=0.06)
+
+
+def robust(x, y=None):
+    slope = pyro.sample("slope", dist.Normal(0.0, 3.0))
+    scale = pyro.sample("scale", dist.HalfCauchy(1.0))
+    freedom = pyro.sample("freedom", dist.Gamma(2.0, 0.1))
+    with pyro.plate("rows", len(x)):
+        return pyro.sample("y", dist.StudentT(freedom, slope * x, scale), obs=y)
+
+
+def test_the_guide_answers_for_the_data_of_the_fit_whatever_it_is_called_with():
+    x = torch.linspace(-1, 1, 40)
+    y = 2 * x + 0.3 * torch.randn(40)
+    posterior = fit(robust, x, y, seed=0, progress=False)
+    guide, elbo = posterior.guide, Trace_ELBO(2000, vectorize_particles=True, max_plate_nesting=1)
+
+    def gap():
+        with torch.no_grad():
+            return float(posterior.log_evidence) + elbo.loss(robust, guide, x, y)
+
+    def predicted(size):
+        held = Predictive(robust, guide=guide, num_samples=4000, parallel=True)
+        return float(held(torch.ones(size))["y"].mean())
+
+    mean = float(posterior.mean("slope"))
+    assert gap() < 0.3 and guide.mode == "fixed"
+    assert predicted(3) == pytest.approx(mean, abs=0.05)
+    with torch.no_grad():
+        elbo.loss(robust, guide, x[:10], -y[:10])  # other data are scored, and change nothing
+    fit(robust, x[:20], -y[:20], seed=0, progress=False)  # nor do those of another guide
+    assert predicted(5) == pytest.approx(mean, abs=0.05) and gap() < 0.3
 
 
 def test_a_file_gives_the_posterior_back(posterior, tmp_path):
