@@ -26,7 +26,7 @@ from pyro_nami.program.many_draws import FEWEST_DRAWS
 
 __all__ = ["Chained", "run_chains"]
 
-CHAINS = 128
+CHAINS = 128  # that run at once; a run of the model for 128 draws takes hardly longer than for one
 FEWEST = 16  # transitions after which chains are compared
 MOST_R_HAT = 1.05  # of chains that agree
 ACCEPTANCE = 0.8  # of a transition, that the step size is chosen for

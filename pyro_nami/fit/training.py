@@ -21,8 +21,8 @@ FIRST_ROUND = 200  # steps; each round has twice as many as the one before
 MOST_ROUNDS = 7  # 25,400 steps
 RATE = 0.02  # of the first round; each round has half the rate of the one before
 DECAY = 0.1  # of the rate within a round
-PARTICLES = 16
-PARTICLES_ONE_BY_ONE = 2
+PARTICLES = 16  # draws in each step, at once
+PARTICLES_ONE_BY_ONE = 2  # where the model takes one at a time
 SHOWN = 10  # steps, after which progress is told
 
 
