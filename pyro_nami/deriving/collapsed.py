@@ -38,10 +38,8 @@ __all__ = ["OPEN", "Collapsed", "LatentVector"]
 MOST_MIXED = 12  # numbers of a mixture, whose parts are found by weights of nearby points
 MOST_MODES = 32  # further ones of a mixture; where there are more, it is told that some are missing
 MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, few points have most of the weight
-STARTS, FEW_STARTS = (
-    16,
-    4,
-)  # of searches for a mode; fewer where few draws are given, as runs take long
+# Searches for a mode; fewer where few draws are given, as runs take long there. Four find four of sixteen modes.
+STARTS, FEW_STARTS = 16, 4
 AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
 MUCH = 0.5  # share of effective points below which a search for the nearest Normal pays
 FEWEST_PAIRS = 128  # of points for that

@@ -249,7 +249,7 @@ class _Fitting:
     def _take(self, drawn: WeightedSamples) -> None:
         judged = of_weights(drawn, is_derived(self.guide), REMEDY)
         if self.unseen > MOST_UNSEEN:
-            reason = "searches for modes keep finding others"
+            reason = "searches keep finding further modes"
             judged = untrusted(reason, MODES)
         self.found = Posterior.of(drawn, self._target, judged)
 

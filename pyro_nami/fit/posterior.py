@@ -81,7 +81,7 @@ class Posterior(WeightedSamples):
 
     @property
     def guide(self) -> Any:
-        """The guide that made the draws."""
+        """The guide that made the draws, which answers for these data; None for a posterior that was loaded."""
         return self._target.guide
 
     @cached_property

@@ -123,7 +123,7 @@ def test_more_modes_than_searches_find_are_told():
             scale = noise[..., None, None].expand(loc.shape)
             pyro.sample("y", dist.Normal(loc, scale).to_event(1), obs=y)
 
-    with pytest.warns(UserWarning, match="keep finding others"):
+    with pytest.warns(UserWarning, match="keep finding further modes"):
         assert not fitted(model, y).verdict.is_trusted
 
 
