@@ -146,7 +146,7 @@ class _Fitting:
         self._take(self._weighed(self.num))
         if self.unseen > MOST_UNSEEN:
             return self._found  # which no further draws mend
-        if self._learned and not self._is_enough(ENOUGH):
+        if self._learned and not self._is_enough:
             self._take(self._trained())
         self._draw_more()
         if not self._found.verdict.is_trusted:
@@ -191,10 +191,10 @@ class _Fitting:
 
     def _draw_more(self) -> None:
         """Takes draws that are resampled from more, if few are effective or the weights have a heavy tail."""
-        if not self._is_enough(ENOUGH) and self.guide.mix(FOLD) is not None:
+        if not self._is_enough and self.guide.mix(FOLD) is not None:
             self._take(self._weighed(self.num))
         num = 4 * self.num
-        while not self._is_enough(ENOUGH) and num <= MOST_DRAWS * self.num:
+        while not self._is_enough and num <= MOST_DRAWS * self.num:
             share = float(self._found.effective_sample_size) / self.num
             if share * num < LEAST_EFFECTIVE or num * self.a_draw > DRAWING:
                 break
@@ -253,11 +253,12 @@ class _Fitting:
             judged = untrusted(reason, MODES)
         self.found = Posterior.of(drawn, self._target, judged)
 
-    def _is_enough(self, share: float) -> bool:
+    @property
+    def _is_enough(self) -> bool:
+        """Whether more draws would change little."""
         found = self._found
-        return bool(
-            found.pareto_k <= K_MAX and found.effective_sample_size >= share * found.num_samples
-        )
+        many = found.effective_sample_size >= ENOUGH * found.num_samples
+        return bool(many and found.pareto_k <= K_MAX)
 
     def _say(self, stage: str) -> None:
         self.bar.set_description_str(f"fit: {stage}")
