@@ -44,7 +44,7 @@ from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
-from pyro_nami.program.isolation import seed_rng, untouched
+from pyro_nami.program.isolation import forked_rng, seed_rng, untouched
 from pyro_nami.program.many_draws import FEWEST_DRAWS
 from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.program import Program
@@ -247,7 +247,7 @@ class LazyGuide(AutoGuide):
 
     def answer_for(self, *args: Any, **kwargs: Any) -> None:
         """Makes the data among the model's arguments those that the guide answers for, as a training step does."""
-        with poutine.block(), torch.enable_grad():
+        with poutine.block(), torch.enable_grad(), forked_rng():
             self(*args, **kwargs)
         self._reader.count_as_training()
 
