@@ -41,6 +41,7 @@ __all__ = [
     "irregular",
     "leading_shape",
     "narrowed",
+    "operations_of",
     "parameters_of",
     "plate_shape",
     "solved",
@@ -313,14 +314,18 @@ def solved(
 
 def parameters_of(*tensors: Tensor) -> Iterator[Tensor]:
     """Yields the leaves with gradients that tensors were computed from."""
+    return (node.variable for node in operations_of(*tensors) if hasattr(node, "variable"))
+
+
+def operations_of(*tensors: Tensor) -> Iterator[Any]:
+    """Yields the nodes of the graph of gradients that tensors were computed by."""
     seen: set[Any] = {None}
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
     while nodes:
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
-            if hasattr(node, "variable"):
-                yield node.variable
+            yield node
             nodes += [parent for parent, _ in node.next_functions]
 
 

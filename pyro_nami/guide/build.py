@@ -19,7 +19,7 @@ from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.first_latents import check_first, log_modes
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.order import find_order, search_forms
+from pyro_nami.guide.order import find_order, search_forms, too_long
 from pyro_nami.guide.plan import Plan, SamplingOrder
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
@@ -94,15 +94,21 @@ def assemble(
         return found, first.prototype
 
 
-def _found(first: FirstCall) -> Assembled:
-    """Returns a plan, whose first latents are checked, and its networks."""
+def _found(first: FirstCall, may_skip: bool = True) -> Assembled:
+    """Returns a plan, whose first latents are checked, and its networks.
+
+    Where ``may_skip``, forms are not searched for that would take too many runs of a long model.
+    """
     cut = dict[str, str]()  # latents whose priors turn out not to be flat, and why
     flaws = dict[str, str]()  # forms that do not hold of the latents that come first, and why
-    search = search_forms(first, cut)
+    skipped = too_long(first) if may_skip else {}
+    search = search_forms(first, cut, skipped)
     while True:
         plan, network = _planned(first, find_order(first, search, flaws))
         call, current = _first_pass(first, plan, network)
         more, found = check_first(plan, call, current)
+        if skipped and (more or not any(each.comes_first for each in plan.groups.values())):
+            return _found(first, may_skip=False)
         if not (more or found):
             return Assembled(plan, network, call.derived.tables)
         flaws.update(more)

@@ -10,7 +10,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import operations_of
 from pyro_nami.deriving.finder import COMPILED, Finder
 from pyro_nami.deriving.refutation import OPEN, Refutation
 from pyro_nami.graph.inverse import Inverse
@@ -22,8 +25,13 @@ from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import SamplingOrder
 from pyro_nami.messages import quoted
 from pyro_nami.program.flat_priors import improper_posterior, is_improper
+from pyro_nami.program.masks import log_density_of
 
-__all__ = ["Search", "find_order", "invert", "search_forms"]
+__all__ = ["Search", "find_order", "invert", "search_forms", "too_long"]
+
+# Operations of a run with gradients: loops of 100 steps have more, vectorized models have at most 170.
+LONG_RUN = 500
+FEW_NUMBERS = 12  # whose mode, and bent Normal about it, some 40 runs find
 
 
 class Search(NamedTuple):
@@ -101,16 +109,38 @@ def _integrates(first: FirstCall, group: ConjugateGroup) -> bool:
     return group.has_mode and not first.frames[name] and bool(local)
 
 
-def search_forms(first: FirstCall, cut: Mapping[str, str]) -> Search:
+def too_long(first: FirstCall) -> dict[str, str]:
+    """Returns latent -> why no form of it is to be tried, for a guide for weights of few numbers and a long model.
+
+    To find forms takes hundreds of runs, to search for the mode of all numbers together some dozens.
+    """
+    latents = [name for name in first.net.latent if name in first.nodes]
+    values = {name: first.nodes[name]["value"].detach().clone() for name in latents}
+    is_real = all(value.is_floating_point() for value in values.values())
+    numbers = sum(value.numel() for value in values.values())
+    if not (first.options.is_weighted and is_real and numbers <= FEW_NUMBERS):
+        return {}
+    with torch.enable_grad():
+        sites = first.run({name: value.requires_grad_() for name, value in values.items()})
+        densities = [log_density_of(sites[name]) for name in first.data if name in sites]
+    count = sum(1 for _ in operations_of(*densities))
+    reason = f"a run of the model takes {count:,} operations, too many to try forms"
+    return dict.fromkeys(latents, reason) if count > LONG_RUN else {}
+
+
+def search_forms(
+    first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str, str] | None = None
+) -> Search:
     """Returns the inverse with most derived conditionals, and these.
 
     Args:
         first: the first call.
         cut: latents whose priors are not to be taken as flat -> why.
+        skipped: latents of which no form is tried -> why.
     """
     options = first.options
     check_names("rules", options.rules, first.net.latent, "a latent site")
-    finder = _finder(first, cut)
+    finder = _finder(first, cut, skipped or {})
     is_free = options.inverse == "auto" and options.blocks is None
     block = finder.block() if finder and is_free else []
     candidates: list[Sequence[Sequence[str]]] = [block]
@@ -192,7 +222,9 @@ def _check_rules(
         )
 
 
-def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
+def _finder(
+    first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str, str]
+) -> Finder | None:
     """Returns the finder of derived conditionals; None if the options exclude them."""
     options = first.options
     given = options.families or {}
@@ -211,7 +243,7 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
         frames=first.frames,
         subsampled=first.plates.partial,
         unread=first.unread,
-        excluded=_excluded(first),
+        excluded=_excluded(first) | skipped,
         is_compiled=first.is_compiled,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
         located=frozenset(name for name, rule in options.rules.items() if rule == "located"),

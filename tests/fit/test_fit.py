@@ -272,3 +272,27 @@ def test_chains_mend_a_guide_that_is_off(monkeypatch):
     assert search.found.verdict.kind == "checked" and "R-hat" in str(search.found.verdict)
     off = (search.found.mean("loc") - posterior.mean("loc")) / posterior.std("loc")
     assert abs(float(off)) < 0.15
+
+
+def test_a_long_loop_takes_few_runs():
+    """An autoregression of 150 steps, against the evidence of the same regression by dense algebra."""
+    pyro.set_rng_seed(1)
+    y = [0.0]
+    for _ in range(150):
+        y.append(float(dist.Normal(0.5 + 0.7 * y[-1], 1.0).sample()))
+    runs = []
+
+    def model():
+        runs.append(1)
+        start, slope = (pyro.sample(name, dist.Normal(0.0, 2.0)) for name in ("start", "slope"))
+        for i, (before, now) in enumerate(zip(y, y[1:])):
+            pyro.sample(f"y_{i}", dist.Normal(start + slope * before, 1.0), obs=torch.tensor(now))
+
+    posterior = fitted(model)
+    assert len(runs) < 120 and posterior.verdict.is_trusted
+    assert "too many to try forms" in posterior.guide.rules["slope"].reason
+    design = torch.stack([torch.ones(150), torch.tensor(y[:-1])], -1).double()
+    covariance = 4.0 * design @ design.mT + torch.eye(150)
+    evidence = dist.MultivariateNormal(torch.zeros(150).double(), covariance)
+    expected = evidence.log_prob(torch.tensor(y[1:]).double())
+    assert float(posterior.log_evidence) == pytest.approx(float(expected), abs=0.01)
