@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro.distributions import MaskedDistribution
+from pyro.distributions import LogNormal, MaskedDistribution
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
-from torch.distributions import Transform, biject_to
+from torch.distributions import (
+    AffineTransform,
+    ComposeTransform,
+    IndependentTransform,
+    Transform,
+    biject_to,
+    constraints,
+)
 
-from pyro_nami.factors.wrappers import without
+from pyro_nami.factors.wrappers import innermost, without
 from pyro_nami.inference.site_messages import (
     OutsideSupport,
     check_declared,
@@ -85,6 +92,8 @@ class TemperedPath:
         target: the model, and the guide to start from; without a guide, paths start from the prior.
         extent: chains and data sets.
         shapes: shapes of the unconstrained latents, right of the batch dims, in their order in a position.
+        standardized: whether latents with a location and a scale are in units of these, so that the scale of a prior
+            that moves does not bend the density (a non-centred parameterization).
 
     Example:
         >>> import pyro.distributions as dist
@@ -99,6 +108,7 @@ class TemperedPath:
     target: Target
     extent: Extent
     shapes: Mapping[str, torch.Size]
+    standardized: bool = False
 
     def at(self, position: Tensor) -> Point:
         """Returns the point at a position, by a run of the model.
@@ -113,7 +123,7 @@ class TemperedPath:
 
         def choose(site: Any) -> Tensor | None:
             name = site["name"]
-            return _bijection(site)(unconstrained[name]) if name in unconstrained else None
+            return self._bijection(site)(unconstrained[name]) if name in unconstrained else None
 
         runner = Runner(self.extent.data, choose=choose)
         return self.point(self.target.run_model(self.extent, runner), unconstrained)
@@ -126,7 +136,7 @@ class TemperedPath:
         likelihood = {}
         for name, site in sites.items():
             if name in self.shapes:
-                transform, prior = _bijection(site), without(site["fn"], MaskedDistribution)
+                transform, prior = self._bijection(site), without(site["fn"], MaskedDistribution)
                 value = point.values[name] = site["value"]
                 # A masked latent follows its prior, which integrates to one.
                 point.prior[name] = log_density(site, prior)
@@ -143,6 +153,15 @@ class TemperedPath:
             log_jacobian=per_draw(point.log_jacobian, self.extent),
             likelihood=per_draw(point.likelihood, self.extent),
         )
+
+    def _bijection(self, site: Any) -> Transform:
+        """Returns the transform from real space to the support of a latent."""
+        transform, fn = _bijection(site), innermost(site["fn"])
+        is_real = fn.support is constraints.real or isinstance(fn, LogNormal)
+        if not (self.standardized and is_real and hasattr(fn, "loc") and hasattr(fn, "scale")):
+            return transform
+        each = ComposeTransform([AffineTransform(fn.loc, fn.scale), biject_to(fn.support)])
+        return IndependentTransform(each, site["fn"].event_dim)
 
     def value_of(self, point: Point) -> PathValue:
         """Returns the log densities at a point."""
@@ -222,13 +241,20 @@ class Start:
             )
         return replace(self, target=target)
 
-    def path(self, num_chains: int, rows: slice) -> tuple[TemperedPath, Tensor]:
+    def path(
+        self, num_chains: int, rows: slice, standardized: bool = False
+    ) -> tuple[TemperedPath, Tensor]:
         """Returns the path for some data sets, and positions at its start, ``(chains, data sets, size)``.
+
+        Args:
+            num_chains, rows: how many chains, and which data sets.
+            standardized: see `TemperedPath`.
 
         Raises:
             ValueError: a log density or an unconstrained value that is not finite there.
         """
         path, sites = self._run(num_chains, rows)
+        path = replace(path, standardized=standardized)
         point = path.point(sites)
         _check_finite(point)
         if not path.value_of(point).start.isfinite().all():

@@ -148,7 +148,10 @@ class _Fitting:
             return self._found  # which no further draws mend
         if self._learned and not self._is_enough:
             self._take(self._trained())
-        self._draw_more()
+        if not self._is_enough and self.guide.mix(FOLD) is not None:
+            self._take(self._weighed(self.num))
+        if self._found.pareto_k <= K_MAX:
+            self._draw_more()
         if not self._found.verdict.is_trusted:
             self._run_chains()
         return self._found
@@ -191,8 +194,6 @@ class _Fitting:
 
     def _draw_more(self) -> None:
         """Takes draws that are resampled from more, if few are effective or the weights have a heavy tail."""
-        if not self._is_enough and self.guide.mix(FOLD) is not None:
-            self._take(self._weighed(self.num))
         num = 4 * self.num
         while not self._is_enough and num <= MOST_DRAWS * self.num:
             share = float(self._found.effective_sample_size) / self.num
@@ -203,21 +204,24 @@ class _Fitting:
             num *= 4
 
     def _run_chains(self) -> None:
-        """Takes draws of chains, if they agree with each other."""
+        """Takes draws of chains; where these do not agree, more weighted draws if the weights are better then."""
         self._say("running chains")
-        tick = lambda count: self._say(f"running chains, {count} transitions")  # noqa: E731
         try:
             with _quiet():
-                found = run_chains(self._target, self._found, self.num, CHAINS, tick)
+                found = run_chains(
+                    self._target, self._found, self.num, CHAINS, lambda: self.bar.update()
+                )
         except (NotImplementedError, ValueError):
-            return  # what weights say stands
-        how = f"chains from the guide's draws agree (R-hat {found.r_hat:.2f})"
-        if found.agree:
-            judged = checked(how, found.effective)
-        else:
-            how = f"chains from the guide's draws do not agree (R-hat {found.r_hat:.2f})"
-            judged = untrusted(how, REMEDY)
-        self.found = Posterior.of(found.drawn, self._target, judged)
+            return self._draw_more()
+        agree = "agree" if found.agree else "do not agree"
+        how = f"chains from the guide's draws {agree} (R-hat {found.r_hat:.2f})"
+        judged = checked(how, found.effective) if found.agree else untrusted(how, REMEDY)
+        chained = Posterior.of(found.draws(self._found, self.num), self._target, judged)
+        if not found.agree:
+            self._draw_more()
+        if found.agree or not self._found.verdict.is_trusted:
+            self.found = chained
+        return None
 
     # ---- what is known
 

@@ -222,9 +222,7 @@ def _check_rules(
         )
 
 
-def _finder(
-    first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str, str]
-) -> Finder | None:
+def _finder(first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str, str]) -> Finder | None:
     """Returns the finder of derived conditionals; None if the options exclude them."""
     options = first.options
     given = options.families or {}
@@ -243,7 +241,7 @@ def _finder(
         frames=first.frames,
         subsampled=first.plates.partial,
         unread=first.unread,
-        excluded=_excluded(first) | skipped,
+        excluded={**_excluded(first), **skipped},
         is_compiled=first.is_compiled,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
         located=frozenset(name for name, rule in options.rules.items() if rule == "located"),

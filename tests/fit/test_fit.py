@@ -5,6 +5,7 @@ import math
 import pyro
 import pyro.distributions as dist
 import pytest
+import scipy.stats
 import torch
 from models import eight_schools, eight_schools_data
 from pyro.distributions import constraints
@@ -296,3 +297,33 @@ def test_a_long_loop_takes_few_runs():
     evidence = dist.MultivariateNormal(torch.zeros(150).double(), covariance)
     expected = evidence.log_prob(torch.tensor(y[1:]).double())
     assert float(posterior.log_evidence) == pytest.approx(float(expected), abs=0.01)
+
+
+def robust_schools(y, sigma):
+    """Effects with heavy tails under a scale: a funnel, which no Normal vector is near."""
+    mu, tau = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("tau", dist.HalfCauchy(5.0))
+    with pyro.plate("schools", len(sigma)):
+        theta = pyro.sample("theta", dist.StudentT(4.0, mu, tau))
+        pyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+
+def test_chains_draw_a_funnel():
+    """Means by chains, against a grid of mean and scale on which each effect is integrated out."""
+    posterior = fitted(robust_schools, Y, SIGMA)
+    assert posterior.verdict.kind == "checked" and "R-hat" in posterior.verdict
+    mu = torch.linspace(-15.0, 25.0, 60, dtype=torch.float64)[:, None]
+    log_tau = torch.linspace(-6.0, 5.0, 60, dtype=torch.float64)
+    tau = log_tau.exp()
+    heights = dist.Normal(0.0, 5.0).log_prob(mu) + dist.HalfCauchy(5.0).log_prob(tau) + log_tau
+    # quantiles of the effects' priors, at which likelihoods are averaged
+    quantiles = torch.linspace(0.0, 1.0, 2002, dtype=torch.float64)[1:-1].numpy()
+    units = torch.tensor(scipy.stats.t(4.0).ppf(quantiles))
+    for y, sigma in zip(Y.double(), SIGMA.double()):
+        theta = mu[..., None] + tau[:, None] * units
+        heights = heights + dist.Normal(theta, sigma).log_prob(y).logsumexp(-1)
+    weights = (heights - heights.logsumexp((0, 1))).exp()
+    for name, value in {"mu": mu, "tau": tau}.items():
+        mean = (weights * value).sum()
+        sd = (weights * (value - mean).square()).sum().sqrt()
+        assert abs(float(posterior.mean(name) - mean)) < 0.15 * float(sd)
+        assert float(posterior.std(name) / sd) == pytest.approx(1.0, abs=0.15)
