@@ -4,8 +4,9 @@ A row is one posterior with flat priors written as wide `Uniform`s or as `Improp
 of `fit` (imports left out), the largest error of a mean in reference standard deviations, the largest relative error
 of a standard deviation, the verdict, and k-hat. With a checkout of posteriordb and the package ``stanli``, a Stan
 engine in a wheel, each Stan program runs in the same process (four chains of 1,000 draws after 1,000), and where all
-its parameters are the Pyro program's, the spread of the difference of both log densities over draws is told, in nats.
-With ``--guides``, what Pyro's guides are off by after 1,000 steps. Run with::
+its parameters are the Pyro program's, the spread of the difference of both log densities over draws is told, in nats,
+and by how much their slopes differ. Where ``numpyro`` is installed, its NUTS runs on three posteriors, with as many
+chains and draws. With ``--guides``, what Pyro's guides are off by after 1,000 steps. Run with::
 
     python benchmarks/fit.py [--smoke] [--data FOLDER] [--only NAME] [--seeds 1] [--posteriordb FOLDER] [--guides]
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpyro_models
 import pyro
 import torch
 from posteriordb import is_right
@@ -37,6 +39,7 @@ SMOKE = ("eight_schools-eight_schools_noncentered", "kilpisjarvi_mod-kilpisjarvi
 CHAINS, WARM_UP, SAMPLES = 4, 1000, 1000
 COMPARED = 20  # draws at which densities are compared
 ASIDE = 1e-5  # relative change of a value, for the Jacobian of Stan's coordinates
+WAYS = 5  # directions, at a draw each, in which slopes are compared
 GUIDES: dict[str, Callable[..., Any]] = {
     "AutoNormal": AutoNormal,
     "AutoMultivariateNormal": AutoMultivariateNormal,
@@ -98,13 +101,42 @@ class Stan:
         """
         few = {name: value[:COMPARED] for name, value in found.draws.items()}
         ours = (found.log_prob(few) + found.log_evidence).double().numpy()
-        names = list(self._posterior.names)
         try:
-            values = torch.stack([self._posterior.number(few, name) for name in names], -1).numpy()
-            theirs = np.array([self._log_prob(dict(zip(names, row))) for row in values])
+            theirs = self._log_probs(few)
         except (KeyError, ValueError, RuntimeError, TypeError):
             return None
         return float((theirs - ours).std())
+
+    def slope_difference(self, found: Any) -> float:
+        """Returns by how much slopes of both log densities differ, of those that are one nat in a posterior deviation.
+
+        The program's are by autograd, Stan's of its density in double precision to both sides.
+        """
+        deviations = {name: value.double().std(0) for name, value in found.draws.items()}
+        worst = 0.0
+        for i in range(WAYS):
+            values = {
+                name: value[i].clone().requires_grad_() for name, value in found.draws.items()
+            }
+            ways = {name: sd * torch.randn_like(sd) for name, sd in deviations.items()}
+            model = pyro.condition(self._posterior.model, values)
+            log_p = pyro.poutine.trace(model).get_trace(*self._posterior.args).log_prob_sum()
+            slopes = torch.autograd.grad(log_p, list(values.values()))
+            ours = sum(float((slope * ways[name]).sum()) for slope, name in zip(slopes, values))
+            ends = {
+                name: torch.stack([value + side * ASIDE * ways[name] for side in (1, -1)]).detach()
+                for name, value in values.items()
+            }
+            above, below = self._log_probs(ends)
+            theirs = float(above - below) / (2 * ASIDE)
+            worst = max(worst, abs(ours - theirs) / (1 + abs(theirs)))
+        return worst
+
+    def _log_probs(self, values: Mapping[str, Any]) -> np.ndarray:
+        """Returns Stan's log densities of values of the program's latents, ``(draws, *event)``."""
+        names = list(self._posterior.names)
+        table = torch.stack([self._posterior.number(values, name) for name in names], -1).numpy()
+        return np.array([self._log_prob(dict(zip(names, row))) for row in table])
 
     def _log_prob(self, numbers: Mapping[str, float]) -> float:
         """Returns Stan's log density of values, that of its coordinates with their Jacobian."""
@@ -200,6 +232,10 @@ def _row(posterior: Posterior, prior: str, seed: int, given: argparse.Namespace)
         row["stan"] = stan.measured(seed)
         if seed == 0:
             row["density_differs_by"] = stan.difference(found)
+            if row["density_differs_by"] is not None:
+                row["slopes_differ_by"] = stan.slope_difference(found)
+    if prior == "uniform" and (kind := posterior.name.split("-")[1]) in numpyro_models.MODELS:
+        row["numpyro"] = numpyro_models.measured(kind, posterior, seed, CHAINS, WARM_UP, SAMPLES)
     if given.guides and seed == 0 and prior == "uniform":
         row["guides"] = guide_errors(posterior)
     return row
@@ -215,7 +251,11 @@ def _line(row: Mapping[str, Any]) -> str:
         mean, sd = row["stan"]["errors"]
         line += f"   Stan {row['stan']['seconds']:7.2f} {mean:6.3f} {sd:6.3f}"
         differs = row.get("density_differs_by")
-        line += "" if differs is None else f"  densities {differs:.1g}"
+        if differs is not None:
+            line += f"  densities {differs:.1g} slopes {row['slopes_differ_by']:.1g}"
+    if row.get("numpyro"):
+        mean, sd = row["numpyro"]["errors"]
+        line += f"   NumPyro {row['numpyro']['seconds']:7.2f} {mean:6.3f} {sd:6.3f}"
     for guide, each in row.get("guides", {}).items():
         line += f"   {guide} {each['errors'][0]:.2f} {each['errors'][1]:.2f}"
     return line
@@ -228,13 +268,16 @@ def _print_totals(rows: list[dict[str, Any]]) -> None:
     print(
         f"{sum(right)} of {len(rows)} within 0.1 sd and 10%; trusted {sum(trusted)}; trusted and wrong {wrong}"
     )
-    ratios = [row["stan"]["seconds"] / row["seconds"] for row in rows if "stan" in row]
-    if ratios:
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        sooner = sum(ratio > 1 for ratio in ratios)
-        print(
-            f"sooner than Stan: {sooner} of {len(ratios)}; geometric mean of the ratios {mean:.2f}"
-        )
+    for peer in ("stan", "numpyro"):
+        ratios = [row[peer]["seconds"] / row["seconds"] for row in rows if row.get(peer)]
+        if ratios:
+            mean, sooner = (
+                math.exp(sum(map(math.log, ratios)) / len(ratios)),
+                sum(each > 1 for each in ratios),
+            )
+            print(
+                f"sooner than {peer}: {sooner} of {len(ratios)}; geometric mean of the ratios {mean:.2f}"
+            )
 
 
 if __name__ == "__main__":

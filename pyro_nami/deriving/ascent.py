@@ -94,7 +94,9 @@ def ascend(slopes: Slopes, start: Tensor, unit: Tensor, eps: float) -> Ascent:
             most = min(most, PATIENCE * i)
         length = length.where(going, 0.0)
         step = length[..., None] * way
-        now, below = slopes(place + step)
+        moved = going.reshape(len(going), -1).any(-1)
+        now, below = height.clone(), slope.clone()
+        now[moved], below[moved] = slopes((place + step)[moved])
         rounding = ROUNDING * eps * height.abs().nan_to_num()
         is_higher = going & (now >= height + ARMIJO * length * rise - rounding)
         # the maximum of the parabola through both heights with the slope at the first

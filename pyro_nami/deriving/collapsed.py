@@ -206,7 +206,9 @@ class Collapsed:
     def _mode(self, starts: Tensor, unit: Tensor, weighs: bool) -> Ascent:
         """Returns the highest mode, and the inverse curvature there."""
         count = STARTS if len(starts) > STARTS else FEW_STARTS
-        best = self._heights(starts).topk(min(count, len(starts)), 0).indices
+        heights = self._heights(starts)
+        most = int((heights > -torch.inf).sum(0).amin().clamp(min=1))
+        best = heights.topk(min(count, most), 0).indices
         starts = starts.gather(0, best[..., None].expand(*best.shape, starts.shape[-1]))
         found = self._searched(starts)
         names = ", ".join(map(repr, self.group.members))
