@@ -209,8 +209,8 @@ class Collapsed:
         heights = self._heights(starts)
         most = int((heights > -torch.inf).sum(0).amin().clamp(min=1))
         best = heights.topk(min(count, most), 0).indices
-        starts = starts.gather(0, best[..., None].expand(*best.shape, starts.shape[-1]))
-        found = self._searched(starts)
+        chosen = starts.gather(0, best[..., None].expand(*best.shape, starts.shape[-1]))
+        found = self._searched(chosen)
         names = ", ".join(map(repr, self.group.members))
         if not bool(found.height.isfinite().any(0).all()):
             raise ValueError(
