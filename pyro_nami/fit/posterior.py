@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyro
 import torch
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
@@ -98,7 +99,7 @@ class Posterior(WeightedSamples):
         """Returns the posterior's log density at values of all latents, ``(*batch)``, in nats.
 
         It is the model's joint log density less `log_evidence`, and NaN where that is not known, as after chains. Under
-        improper priors both lack the same constant.
+        improper priors both lack the same constant. Outside of the latents' supports it is minus infinity.
 
         Args:
             values: latent -> ``(*batch, *site shape)``, with at most one batch dim.
@@ -123,7 +124,8 @@ class Posterior(WeightedSamples):
             )
         flat = {name: value.reshape(-1, *shapes[name]) for name, value in given.items()}
         model = AtDraws.of(replace(self._target, guide=None), known)
-        found = model.read(flat, _log_joint)["log_joint"]
+        with pyro.validation_enabled(False):
+            found = model.read(flat, _log_joint)["log_joint"]
         return (found - self.log_evidence).reshape(lead)
 
     @cached_property
@@ -310,5 +312,10 @@ def is_derived(guide: Any) -> bool:
 
 
 def _log_joint(sites: Mapping[str, Any], extent: Extent) -> dict[str, Tensor]:
-    total: Any = sum(per_draw(log_densities(sites), extent).values())
+    log_probs = log_densities(sites)
+    total: Any = sum(per_draw(log_probs, extent).values())
+    for name, log_prob in log_probs.items():
+        if not sites[name]["is_observed"]:
+            inside = sites[name]["fn"].support.check(sites[name]["value"]).expand(log_prob.shape)
+            total = total.where(inside.reshape(*extent.sizes, -1).all(-1), -torch.inf)
     return {"log_joint": total}

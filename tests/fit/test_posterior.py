@@ -52,6 +52,14 @@ def test_log_prob_refuses_what_fits_no_site(posterior):
         local.log_prob({"scale": torch.ones(3), "effect": torch.ones(2, 4)})
 
 
+def test_outside_of_a_support_there_is_no_density():
+    posterior = fit(robust, torch.linspace(-1.0, 1.0, 9), torch.randn(9), progress=False, seed=0)
+    values = {name: value[:2].clone() for name, value in posterior.draws.items()}
+    values["scale"][1] = -1.0
+    inside, outside = posterior.log_prob(values)
+    assert inside.isfinite() and outside == -torch.inf
+
+
 def test_the_mode_is_that_of_the_density(posterior):
     assert float(posterior.map["mean"]) == pytest.approx(MEAN, abs=1e-3)
 
