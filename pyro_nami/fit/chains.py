@@ -30,6 +30,7 @@ from pyro_nami.program.many_draws import FEWEST_DRAWS
 __all__ = ["Chains", "run_chains"]
 
 CHAINS = 128  # that run at once; a run of the model for 128 draws takes hardly longer than for one
+DIVERSE = 0.25  # share of the draws from which chains begin that are effective
 FEWEST = 16  # transitions of a round
 COMPARED = 2  # rounds in either coordinates, after which the better ones go on alone
 MOST_R_HAT = 1.05  # of chains that agree
@@ -94,7 +95,7 @@ def run_chains(
         ValueError: a model that does not run for many draws.
     """
     target = replace(target, guide=None, prior_share=0.0)
-    given = drawn.resample(max(num, CHAINS))
+    given = _spread(drawn).resample(max(num, CHAINS), smoothed=False)
     few = {name: value[:FEWEST_DRAWS] for name, value in given.items()}
     start = Start.of(target, {}, few).checked(FEWEST_DRAWS, slice(0, 1))
     start = replace(start, given=given)
@@ -188,6 +189,13 @@ class Chains:
         pool = Pool.unknown(drawn.log_evidence)._replace(draws=own)
         weights = drawn.log_evidence.expand(count)
         return WeightedSamples(samples, weights, drawn.plates, pool)
+
+
+def _spread(drawn: WeightedSamples) -> WeightedSamples:
+    """Returns draws with a power of their weights under which enough are effective: chains from one draw tell nothing."""
+    while float(drawn.effective_sample_size) < DIVERSE * drawn.num_samples:
+        drawn = WeightedSamples(drawn.samples, drawn.log_weights / 2, drawn.plates)
+    return drawn
 
 
 def _moments(position: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,8 @@ def train(
             svi.step(*args, **kwargs)
             if step % SHOWN == 0:
                 tick(f"learning, {step + steps - FIRST_ROUND:,} steps")
+            if time.process_time() - begun > seconds:
+                break
         a_round = time.process_time() - before
         before = time.process_time()
         found = weigh()
