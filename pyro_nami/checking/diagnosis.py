@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_nami.amortize.improvement import weighted
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.checking.calibration import Calibration, calibrate, listed
-from pyro_nami.checking.misspecification import Misspecification, compare, observed_data
+from pyro_nami.checking.misspecification import Misspecification, compare
 from pyro_nami.checking.plots import draw_histogram, draw_losses, draw_ranks, plot_all
 from pyro_nami.checking.simulations import guide_and_arguments, seeded
 from pyro_nami.inference.history import History
@@ -230,7 +230,7 @@ def diagnose(
     names = observed_names(observed, proposal, given)
     with seeded(seed):
         simulator = Simulator(model, args, kwargs, names)
-        data = {**observed_data(simulator), **given}
+        data = {**simulator.data, **given}
         compared = compare(simulator, data) if data.keys() >= set(simulator.observed) else None
         options: dict[str, Any] = {"num_datasets": num_datasets, "num_draws": num_draws}
         options |= {"observed": names, "progress": progress, **kwargs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ class Batch(NamedTuple):
     """Simulations, and the model's arguments that they were made at."""
 
     args: tuple
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
     draws: JointDraws
 
 
@@ -41,16 +42,16 @@ class Simulations(NamedTuple):
         """Returns the number of simulations in a step."""
         return self.batch_size(step) if callable(self.batch_size) else self.batch_size
 
-    def at_start(self) -> Simulator:
-        """Returns the simulator at the arguments of the first step."""
-        args, kwargs = self.arguments(0)
+    def at(self, step: int) -> Simulator:
+        """Returns the simulator at the arguments of a step."""
+        args, kwargs = self.arguments(step)
         return self.simulator.at(*args, **kwargs)
 
     def fresh(self, step: int, size: int | None = None) -> Batch:
         """Returns the batch of a step, with Pyro's random numbers."""
-        args, kwargs = self.arguments(step)
-        draws = self.simulator.at(*args, **kwargs).draw(size or self.size(step), keep_sites=True)
-        return Batch(args, kwargs, draws)
+        simulator = self.at(step)
+        draws = simulator.draw(size or self.size(step), keep_sites=True)
+        return Batch(simulator.program.args, simulator.program.kwargs, draws)
 
     def total(self, num: int) -> Iterator[Batch]:
         """Yields ``num`` simulations in batches."""
@@ -193,13 +194,15 @@ def as_draws(values: Any, simulator: Simulator) -> JointDraws:
     sites, in model order. They get the model's dtypes and devices, and dims of size 1 for plates that a site is not in.
     """
     names = (*simulator.latent, *simulator.observed)
-    values = values.tensors if isinstance(values, TensorDataset) else values
-    if isinstance(values, JointDraws):
-        values = values.latents, values.observed
-    if isinstance(values, (tuple, list)) and all(isinstance(part, Mapping) for part in values):
-        values = {name: value for part in values for name, value in part.items()}
-    elif isinstance(values, (tuple, list)) and len(values) == len(names):
-        values = dict(zip(names, values))
+    if isinstance(values, TensorDataset):
+        values = values.tensors
+    elif isinstance(values, JointDraws):
+        values = values[:2]
+    if isinstance(values, (tuple, list)):
+        if all(isinstance(part, Mapping) for part in values):
+            values = ChainMap(*values)
+        elif len(values) == len(names):
+            values = dict(zip(names, values))
     if not isinstance(values, Mapping):
         raise TypeError(
             f"Expected simulations as JointDraws, or as tensors of {', '.join(map(repr, names))} in a mapping or in "

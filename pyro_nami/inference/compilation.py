@@ -175,7 +175,7 @@ class InferenceCompilation:
         ahead = range(len(trainer.history.losses), steps)
         renew = None
         if refresh:
-            renew = LatentMoves(simulations.at_start(), self.guide, refresh)
+            renew = LatentMoves(simulations.at(0), self.guide, refresh)
         stream = stream_of(simulations, ahead, data, place, trainer.processes, renew)
         first = trainer.processes.first
         log = callback(tracker if first else None)

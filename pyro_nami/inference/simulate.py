@@ -103,6 +103,7 @@ class Simulator:
         nesting: plate dims of the model.
         latent, observed: names of the sites, in model order.
         single: latent or observed site -> its message in a run of one draw.
+        data: observed site, or factor -> the value that the model has there itself.
         vectorized: whether one run of the model gives all draws; False: one run a draw.
         trainable: names of parameters that the model reads and that require gradients.
 
@@ -131,11 +132,11 @@ class Simulator:
         self.program = Program(model, tuple(args), dict(kwargs or {}))
         self.nesting = 0
         self.single: dict[str, Any] = {}
-        data: set[str] = set()  # the sites that the model observes
+        self.data: dict[str, Any] = {}
 
         def note(site: Any) -> None:
             if site["is_observed"]:
-                data.add(site["name"])
+                self.data[site["name"]] = site["value"]
 
         with forked_rng(), pyro.validation_enabled(False):  # draws may be NaN
             params = poutine.trace(param_only=True)
@@ -143,7 +144,7 @@ class Simulator:
             self.nesting = plate_nesting(sites.values())
             self.single = {n: site for n, site in sites.items() if not site_is_factor(site)}
             given = {observed} if isinstance(observed, str) else set(observed)
-            self.observed = tuple(name for name in self.single if name in data | given)
+            self.observed = tuple(name for name in self.single if name in {*self.data, *given})
             self.latent = tuple(name for name in self.single if name not in self.observed)
             self._check_sites(sites, given)
             target, reason = run_for_many(

@@ -22,10 +22,10 @@ from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.many_draws import MANY_DRAWS
 
 __all__ = ["Trainer"]
 
-FIRST_CALL = 16  # simulations of a guide's first call; ten times more take memory in vain
 REGRESSED = 2000  # simulations that a guide is regressed on; a tenth are fewer than the features of many guides
 # Largest loss of a held-out simulation, in widths of the central 68% of losses above these. At ten times more, one
 # simulation that is far out chooses the weights.
@@ -221,13 +221,14 @@ def _first_call(
     loss: CompilationLoss, simulator: Simulator, given: JointDraws | None
 ) -> dict[str, Tensor]:
     """Calls a guide, which makes lazy parameters, and regresses it if it can be; returns its parameters by name."""
-    guide, (_, args, kwargs) = loss.guide, simulator.program
-    regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
-    count = FIRST_CALL if regress is None else REGRESSED
+    guide: Any = loss.guide
+    _, args, kwargs = simulator.program
+    regresses = simulator.vectorized and hasattr(guide, "regress")
+    count = REGRESSED if regresses else MANY_DRAWS
     with forked_rng():
         draws = simulator.draw(count) if given is None else next(given.in_batches(count))
     draws, _ = draws.finite()
-    few = next(draws.in_batches(FIRST_CALL))
+    few = next(draws.in_batches(MANY_DRAWS))
     with torch.no_grad(), _unseen():
         if not isinstance(guide, nn.Module):
             seen = poutine.trace(guide, param_only=True)
@@ -236,13 +237,12 @@ def _first_call(
             return {name: nodes[name]["value"].unconstrained() for name in seen.trace.param_nodes}
         loss(few, args, kwargs)
     with_data = {**kwargs, "observations": draws.observed}
-    if regress is not None:
+    if regresses:
         with forked_rng(), _unseen():
-            regress(draws.latents, *args, **with_data)
-    log_prob_of: Any = getattr(guide, "log_prob_of", None) if simulator.vectorized else None
-    if log_prob_of is not None and getattr(guide, "num_parameters", None):
+            guide.regress(draws.latents, *args, **with_data)
+    if simulator.vectorized and hasattr(guide, "log_prob_of") and guide.num_parameters:
         with torch.no_grad(), _unseen():
-            derived = log_prob_of(False, draws.latents, None, *args, **with_data)
+            derived = guide.log_prob_of(False, draws.latents, None, *args, **with_data)
         if derived.isfinite().all():  # or else steps say where it is not
             loss.derived, loss.arguments = -float(derived.mean()), (args, kwargs)
     return {name: value for name, value in guide.named_parameters() if value.requires_grad}
