@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_nami.amortize.data_distance import ADVICE, SimulatedData
 from pyro_nami.amortize.improvement import annealed, improved, weighted
+from pyro_nami.fit.fitting import DEFENSIVE
 from pyro_nami.fit.posterior import Posterior
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.history import History
@@ -22,9 +23,6 @@ from pyro_nami.program.program import Program
 
 __all__ = ["AmortizedPosterior"]
 
-DEFENSIVE_SHARE = (
-    0.05  # share of draws from the prior, where a guide had to learn; more waste draws
-)
 MAX_OUTSIDE = (
     0.02  # share of data sets that may lie outside of all simulations by chance, without a warning
 )
@@ -82,7 +80,7 @@ class AmortizedPosterior:
             return self._unweighted(self.model, data, num_samples)
         if defensive is None:
             learned = any(note.rule == "learned" for note in self.guide.rules.values())
-            defensive = DEFENSIVE_SHARE if learned else 0.0
+            defensive = DEFENSIVE if learned else 0.0
         target = Target(
             Program(self.model, self.args, self.kwargs), self.guide, prior_share=defensive
         )
@@ -123,7 +121,7 @@ class AmortizedPosterior:
 
     def _outside(self, data: Mapping[str, Any]) -> Tensor:
         """Returns which data sets lie further out than all simulations, ``(data sets or 1,)``, and warns of them."""
-        values = None if self.simulated is None else self.simulated.batch(data)
+        values = self.simulated and self.simulated.batch(data)
         if self.simulated is None or values is None:  # of other arguments
             return torch.zeros(1, dtype=torch.bool)
         outside = self.simulated.outside(values)

@@ -181,8 +181,9 @@ def _annealed(
     """Anneals all data sets, chunk by chunk."""
     num_chains = options.num_chains + options.num_pilots
     num_data = start.target.data.num or 1
-    chunks = torch.arange(num_data).split(options.chunk_size or num_data)
-    start = start.checked(num_chains, slice(0, len(chunks[0])))
+    size = min(options.chunk_size or num_data, num_data)
+    chunks = [slice(i, min(i + size, num_data)) for i in range(0, num_data, size)]
+    start = start.checked(num_chains, chunks[0])
     total = len(chunks) * (options.num_temperatures - 1)
     parts = []
     with tqdm(
@@ -192,8 +193,7 @@ def _annealed(
         leave=False,
         disable=not progress,
     ) as bar:
-        for chunk in chunks:
-            rows = slice(int(chunk[0]), int(chunk[-1]) + 1)
+        for rows in chunks:
             path, position = start.path(num_chains, rows)
             here = reached and Reached(*(part[rows] for part in reached))
             parts.append(_anneal(path, position, options, here, bar.update))

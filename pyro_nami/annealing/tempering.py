@@ -55,7 +55,7 @@ class Point(NamedTuple):
     """
 
     values: dict[str, Tensor]
-    unconstrained: dict[str, Tensor]
+    unconstrained: Mapping[str, Tensor]
     prior: dict[str, Tensor]
     log_jacobian: dict[str, Tensor]
     likelihood: dict[str, Tensor]
@@ -122,27 +122,29 @@ class TemperedPath:
         self, sites: Mapping[str, Any], unconstrained: Mapping[str, Tensor] | None = None
     ) -> Point:
         """Returns the point of a run's sites, whose unconstrained values are computed where they are not given."""
-        point = Point({}, dict(unconstrained or {}), {}, {}, {})
-        likelihood = {}
-        for name, site in sites.items():
-            if name in self.shapes:
-                transform, prior = _bijection(site), without(site["fn"], MaskedDistribution)
-                value = point.values[name] = site["value"]
-                # A masked latent follows its prior, which integrates to one.
-                point.prior[name] = log_density(site, prior)
-                if unconstrained is None:
-                    point.unconstrained[name] = transform.inv(value)
-                point.log_jacobian[name] = transform.log_abs_det_jacobian(
-                    point.unconstrained[name], value
-                )
-            elif site["mask"] is not False and not site["infer"].get("_deterministic"):
-                likelihood[name] = site
-        point.likelihood.update(log_densities(likelihood))
-        return point._replace(
-            prior=per_draw(point.prior, self.extent),
-            log_jacobian=per_draw(point.log_jacobian, self.extent),
-            likelihood=per_draw(point.likelihood, self.extent),
-        )
+        latents = {name: site for name, site in sites.items() if name in self.shapes}
+        values = {name: site["value"] for name, site in latents.items()}
+        transforms = {name: _bijection(site) for name, site in latents.items()}
+        if unconstrained is None:
+            unconstrained = {name: transforms[name].inv(value) for name, value in values.items()}
+        # A masked latent follows its prior, which integrates to one.
+        prior = {
+            name: log_density(site, without(site["fn"], MaskedDistribution))
+            for name, site in latents.items()
+        }
+        log_jacobian = {
+            name: transforms[name].log_abs_det_jacobian(unconstrained[name], value)
+            for name, value in values.items()
+        }
+        others = {
+            name: site
+            for name, site in sites.items()
+            if name not in latents
+            and site["mask"] is not False
+            and not site["infer"].get("_deterministic")
+        }
+        densities = prior, log_jacobian, log_densities(others)
+        return Point(values, unconstrained, *(per_draw(part, self.extent) for part in densities))
 
     def value_of(self, point: Point) -> PathValue:
         """Returns the log densities at a point."""

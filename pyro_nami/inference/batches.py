@@ -12,23 +12,15 @@ from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.processes import Processes
-from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.program.isolation import forked_rng, rng_state, seed_rng, set_rng_state
 
-__all__ = ["ArgumentsAt", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
+__all__ = ["ArgumentsAt", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
 HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
 
 Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
 ArgumentsAt = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
-
-
-class Batch(NamedTuple):
-    """Simulations, and the model's arguments that they were made at."""
-
-    args: tuple
-    kwargs: Mapping[str, Any]
-    draws: JointDraws
 
 
 class Simulations(NamedTuple):

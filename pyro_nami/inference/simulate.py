@@ -35,7 +35,7 @@ from pyro_nami.program.many_draws import differing_site, few_draws, of_rank
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
-__all__ = ["JointDraws", "Simulator"]
+__all__ = ["Batch", "JointDraws", "Simulator"]
 
 
 class JointDraws(NamedTuple):
@@ -86,6 +86,19 @@ class JointDraws(NamedTuple):
     def _with(self, change: Callable[[Tensor], Tensor]) -> JointDraws:
         latents, observed = ({name: change(v) for name, v in part.items()} for part in self[:2])
         return JointDraws(latents, observed, self.nesting)
+
+
+class Batch(NamedTuple):
+    """Simulations, and the model's arguments that they were made at."""
+
+    args: tuple
+    kwargs: Mapping[str, Any]
+    draws: JointDraws
+
+    @property
+    def with_data(self) -> dict[str, Any]:
+        """The keyword arguments of a guide that answers for these data."""
+        return {**self.kwargs, "observations": self.draws.observed}
 
 
 class Simulator:

@@ -162,14 +162,12 @@ class Target:
         """
         run = self.run_guide(extent, Runner(values))
         sites = {
-            name: site for name, site in run.items() if name in values or not is_delta(site["fn"])
+            name: {**site, "scale": 1.0}
+            for name, site in run.items()
+            if name in values or not is_delta(site["fn"])
         }
         check_latents("a guide with a density", sites, values)
-        log_probs = {
-            name: scale_and_mask(log_density(site), mask=site["mask"])
-            for name, site in sites.items()
-        }
-        return per_draw(log_probs, extent)
+        return per_draw(log_densities(sites), extent)
 
     def defended(self, log_q: Tensor, log_prior: Tensor) -> Tensor:
         """Returns the log density of the mixture of guide and prior, by the log densities of both."""

@@ -13,13 +13,12 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
-from pyro_nami.inference.batches import Batch
 from pyro_nami.inference.checkpoint import check_structure, structure_of
 from pyro_nami.inference.history import History
 from pyro_nami.inference.losses import CompilationLoss, non_finite_sites, site_log_probs
 from pyro_nami.inference.optimizers import Optimization
 from pyro_nami.inference.processes import Processes
-from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import MANY_DRAWS
@@ -118,11 +117,11 @@ class Trainer:
         """Returns the losses of all finite simulations of this process, in float64; warns of the others."""
         losses, seen = [], History()
         with _unseen():
-            for args, kwargs, draws in batches:
-                kept, non_finite = draws.to(self.finite[0].device).finite()
-                seen.count(draws.num, draws.num - kept.num, non_finite)
+            for batch in batches:
+                kept, non_finite = batch.draws.to(self.finite[0].device).finite()
+                seen.count(batch.draws.num, batch.draws.num - kept.num, non_finite)
                 if kept.num:
-                    losses.append(self.loss(kept, args, kwargs, whole=True).double())
+                    losses.append(self.loss(batch._replace(draws=kept), whole=True).double())
         if not losses:
             raise ValueError(
                 f"Expected finite simulations to evaluate the loss on; {seen.shortfall()}."
@@ -149,7 +148,7 @@ class Trainer:
     def _descend(self, batch: Batch, share: float) -> float:
         parameters = self.optimization.parameters
         with _unseen():
-            loss = self.wrapped(batch.draws, batch.args, batch.kwargs).mean() * share
+            loss = self.wrapped(batch).mean() * share
             norm = self.optimization.backward(loss)
         loss_value, norm_value = torch.stack((loss.detach(), norm.to(loss))).tolist()
         loss_value = self.processes.mean(loss_value)
@@ -163,15 +162,12 @@ class Trainer:
 
     def _non_finite(self, loss: float, batch: Batch) -> str:
         """Returns the message for a loss or gradient that is not finite, with the sites that it comes from."""
-        args, kwargs, draws = batch
         with pyro.validation_enabled(False):
-            sites, largest = non_finite_sites(
-                self.guide, self.optimization.parameters, draws, args, kwargs
-            )
-        found = [
-            f"'{name}' (values up to {draws.latents[name].abs().max().item():.3g})"
-            for name in sites
-        ]
+            sites, largest = non_finite_sites(self.guide, self.optimization.parameters, batch)
+        found = []
+        for name in sites:
+            most = batch.draws.latents[name].abs().max().item()
+            found.append(f"'{name}' (values up to {most:.3g})")
         found = [words for part in self.processes.gather(found) for words in part]
         where = ", ".join(found) or f"no single site (the largest loss is that of '{largest}')"
         return (
@@ -228,23 +224,21 @@ def _first_call(
     with forked_rng():
         draws = simulator.draw(count) if given is None else next(given.in_batches(count))
     draws, _ = draws.finite()
-    few = next(draws.in_batches(MANY_DRAWS))
+    batch = Batch(args, kwargs, draws)
+    few = batch._replace(draws=next(draws.in_batches(MANY_DRAWS)))
     with torch.no_grad(), _unseen():
         if not isinstance(guide, nn.Module):
             seen = poutine.trace(guide, param_only=True)
-            site_log_probs(seen, few, args, kwargs)
+            site_log_probs(seen, few)
             nodes: Any = seen.trace.nodes
             return {name: nodes[name]["value"].unconstrained() for name in seen.trace.param_nodes}
-        loss(few, args, kwargs)
-    with_data = {**kwargs, "observations": draws.observed}
+        loss(few)
     if regresses:
         with forked_rng(), _unseen():
-            guide.regress(draws.latents, *args, **with_data)
+            guide.regress(draws.latents, *args, **batch.with_data)
     if simulator.vectorized and hasattr(guide, "log_prob_of") and guide.num_parameters:
         with torch.no_grad(), _unseen():
-            derived = guide.log_prob_of(False, draws.latents, None, *args, **with_data)
-        if derived.isfinite().all():  # or else steps say where it is not
-            loss.derived, loss.arguments = -float(derived.mean()), (args, kwargs)
+            loss.derive(batch)
     return {name: value for name, value in guide.named_parameters() if value.requires_grad}
 
 
