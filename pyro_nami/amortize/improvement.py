@@ -6,7 +6,7 @@ them to the posterior.
 
 from __future__ import annotations
 
-__all__ = ["annealed", "improved", "weighted"]
+__all__ = ["annealed", "improved"]
 
 import contextlib
 import operator
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from pyro_nami.annealing.annealing import annealed_importance_sampling
 from pyro_nami.inference.cost import elements_of_a_draw
-from pyro_nami.inference.importance import Proposal, importance_sample
+from pyro_nami.inference.importance import Proposal, weighted_draws
 from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples
@@ -96,7 +96,7 @@ class _Improvement(NamedTuple):
                 bad[rows] = few
                 if factor == factors[-1] and few.any():
                     start = _changed(many, operator.itemgetter((slice(None), few)))
-                    drawn = self.annealed(drawn, rows[few], self.target.guide, draws=start)
+                    drawn = self.annealed(drawn, rows[few], self.target.guide, start)
         return drawn
 
     def parts(self, chosen: Tensor, factor: int) -> Sequence[Tensor]:
@@ -108,35 +108,24 @@ class _Improvement(NamedTuple):
         """Returns ``factor`` times as many weighted draws; raises `OneByOne` if they cannot be made at once."""
         with warnings.catch_warnings():
             warnings.simplefilter("error", OneByOne)
-            return weighted(self.target, self.data_sets.batch(rows), factor * self.num)
+            return weighted_draws(self.target, self.data_sets.batch(rows), factor * self.num)
 
     def annealed(
-        self, drawn: WeightedSamples, rows: Tensor, guide: Callable | None, **draws: Any
+        self,
+        drawn: WeightedSamples,
+        rows: Tensor,
+        guide: Callable | None,
+        draws: WeightedSamples | None = None,
     ) -> WeightedSamples:
         """Returns draws of which those of some data sets are annealed from a guide, or the prior, if they can be."""
         share = 0.0 if guide is None else self.target.prior_share
         target = replace(self.target, guide=guide, prior_share=share)
-        options = {"conditional_ess": 0.95, "progress": self.progress, **draws}
+        data = self.data_sets.batch(rows)
+        options = {"conditional_ess": 0.95, "draws": draws, "progress": self.progress}
         with contextlib.suppress(NotImplementedError, ValueError):
-            found = annealed(target, self.data_sets.batch(rows), self.num, **options)
+            found = annealed(target, data, self.num, **options)
             drawn = _replaced(drawn, rows, found)
         return drawn
-
-
-def weighted(target: Target, data: Mapping[str, Any], num: int) -> WeightedSamples:
-    """Returns weighted draws of a guide, without a warning of bad weights."""
-    assert target.guide is not None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The importance weights are")
-        return importance_sample(
-            target.program.model,
-            target.guide,
-            *target.program.args,
-            num_samples=num,
-            observations=data,
-            defensive=target.prior_share,
-            **target.program.kwargs,
-        )
 
 
 def annealed(target: Target, data: Mapping[str, Any], num: int, **options: Any) -> WeightedSamples:
@@ -152,7 +141,7 @@ def annealed(target: Target, data: Mapping[str, Any], num: int, **options: Any) 
         defensive=target.prior_share,
         **options,
         **target.program.kwargs,
-    ).weighted()
+    )
 
 
 def _affordable(target: Target, data: Observations) -> int:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from pyro_nami.amortize.data_distance import ADVICE, SimulatedData
-from pyro_nami.amortize.improvement import annealed, improved, weighted
+from pyro_nami.amortize.improvement import annealed, improved
 from pyro_nami.fit.fitting import DEFENSIVE
 from pyro_nami.fit.posterior import Posterior
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.history import History
+from pyro_nami.inference.importance import weighted_draws
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, warn_of_bad
@@ -85,7 +86,7 @@ class AmortizedPosterior:
             Program(self.model, self.args, self.kwargs), self.guide, prior_share=defensive
         )
         if num_temperatures in (None, 2):
-            drawn = weighted(target, data, num_samples)
+            drawn = weighted_draws(target, data, num_samples)
             outside = self._outside(data)
             few = drawn.effective_sample_size < num_samples / 3
             bad = few | ~(drawn.pareto_k <= K_MAX)
@@ -113,7 +114,7 @@ class AmortizedPosterior:
                     "none, as simulations with them are left out."
                 )
         target = Target(Program(model.without_data(), self.args, self.kwargs), self.guide)
-        drawn = weighted(target, data, num_samples)
+        drawn = weighted_draws(target, data, num_samples)
         self._outside(data)
         none = torch.zeros_like(drawn.log_weights)
         unknown = replace(drawn, log_weights=none, pool=Pool.unknown(none[0]))
@@ -121,7 +122,7 @@ class AmortizedPosterior:
 
     def _outside(self, data: Mapping[str, Any]) -> Tensor:
         """Returns which data sets lie further out than all simulations, ``(data sets or 1,)``, and warns of them."""
-        values = self.simulated and self.simulated.batch(data)
+        values = None if self.simulated is None else self.simulated.batch(data)
         if self.simulated is None or values is None:  # of other arguments
             return torch.zeros(1, dtype=torch.bool)
         outside = self.simulated.outside(values)

@@ -42,10 +42,9 @@ from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
-__all__ = ["Proposal", "importance_sample"]
+__all__ = ["Proposal", "importance_sample", "weighted_draws"]
 
 
-@torch.no_grad()
 def importance_sample(
     model: Callable,
     guide: Callable,
@@ -98,14 +97,20 @@ def importance_sample(
     """
     check_counts(num_samples=num_samples, chunk_size=chunk_size)
     target = Target(Program(model, args, kwargs), guide, prior_share=defensive)
-    ours = max(1, math.floor((1 - defensive) * num_samples))
-    target = replace(target, prior_share=1 - ours / num_samples)
-    proposal = Proposal.of(target, as_mapping(observations))
-    result = proposal.draw(
-        ours, num_samples - ours, chunk_size or rows_in_memory(proposal.elements)
-    )
+    result = weighted_draws(target, as_mapping(observations), num_samples, chunk_size)
     warn_of_bad(result)
     return result
+
+
+@torch.no_grad()
+def weighted_draws(
+    target: Target, observations: Mapping[str, Any], num: int, chunk_size: int | None = None
+) -> WeightedSamples:
+    """Returns weighted draws of a guide, and of the prior by its share, given observed values."""
+    ours = max(1, math.floor((1 - target.prior_share) * num))
+    target = replace(target, prior_share=1 - ours / num)
+    proposal = Proposal.of(target, observations)
+    return proposal.draw(ours, num - ours, chunk_size or rows_in_memory(proposal.elements))
 
 
 CHECK = "Check the site's parameters and the data that it sees."

@@ -51,7 +51,7 @@ class CompilationLoss(nn.Module):
             )
         self.guide = guide
         self.derived: float | None = None
-        self.arguments: list[int] = []
+        self.arguments: tuple[tuple, Mapping[str, Any]] = (), {}
 
     def forward(self, batch: Batch, *, whole: bool = False) -> Tensor:
         """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it.

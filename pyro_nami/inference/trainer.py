@@ -219,8 +219,8 @@ def _first_call(
     """Calls a guide, which makes lazy parameters, and regresses it if it can be; returns its parameters by name."""
     guide: Any = loss.guide
     _, args, kwargs = simulator.program
-    regresses = simulator.vectorized and hasattr(guide, "regress")
-    count = REGRESSED if regresses else MANY_DRAWS
+    regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
+    count = MANY_DRAWS if regress is None else REGRESSED
     with forked_rng():
         draws = simulator.draw(count) if given is None else next(given.in_batches(count))
     draws, _ = draws.finite()
@@ -233,9 +233,9 @@ def _first_call(
             nodes: Any = seen.trace.nodes
             return {name: nodes[name]["value"].unconstrained() for name in seen.trace.param_nodes}
         loss(few)
-    if regresses:
+    if regress is not None:
         with forked_rng(), _unseen():
-            guide.regress(draws.latents, *args, **batch.with_data)
+            regress(draws.latents, *args, **batch.with_data)
     if simulator.vectorized and hasattr(guide, "log_prob_of") and guide.num_parameters:
         with torch.no_grad(), _unseen():
             loss.derive(batch)
