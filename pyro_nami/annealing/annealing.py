@@ -34,7 +34,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ from pyro_nami.annealing.transitions import (
     variance_of_lineages,
 )
 from pyro_nami.inference.observations import as_mapping
-from pyro_nami.inference.site_messages import plate_names
+from pyro_nami.inference.site_messages import Values, plate_names
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
 from pyro_nami.messages import check_counts
@@ -105,7 +105,7 @@ def annealed_importance_sampling(
     num_leapfrog_steps: int = 10,
     step_size: float = 0.1,
     target_acceptance: float | None = 0.65,
-    observations: Mapping[str, Tensor] | None = None,
+    observations: Values | None = None,
     chunk_size: int | None = None,
     resample: bool = False,
     conditional_ess: float | None = None,
@@ -203,7 +203,7 @@ def _annealed(
 class _Annealed(NamedTuple):
     """Chains of a chunk of data sets, see `AnnealedSamples`; ``(chains, data sets)``, or ``(data sets,)``."""
 
-    samples: dict[str, Tensor]
+    samples: Values
     log_weights: Tensor
     acceptance: Tensor
     step_size: Tensor

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from pyro_nami.inference.observations import Observations, as_mapping
 from pyro_nami.inference.site_messages import (
+    Sites,
+    Values,
     plate_names,
     plate_nesting,
     with_idle_dims,
@@ -95,7 +97,6 @@ def importance_sample(
         >>> importance_sample(model, guide, num_samples=100).log_evidence
         tensor(-2.2655)
     """
-    check_counts(num_samples=num_samples, chunk_size=chunk_size)
     target = Target(Program(model, args, kwargs), guide, prior_share=defensive)
     result = weighted_draws(target, as_mapping(observations), num_samples, chunk_size)
     warn_of_bad(result)
@@ -107,6 +108,7 @@ def weighted_draws(
     target: Target, observations: Mapping[str, Any], num: int, chunk_size: int | None = None
 ) -> WeightedSamples:
     """Returns weighted draws of a guide, and of the prior by its share, given observed values."""
+    check_counts(num_samples=num, chunk_size=chunk_size)
     ours = max(1, math.floor((1 - target.prior_share) * num))
     target = replace(target, prior_share=1 - ours / num)
     proposal = Proposal.of(target, observations)
@@ -124,16 +126,16 @@ class Weighed(NamedTuple):
     """The sites of a run of the guide and of a run of the model at the guide's values, with log densities."""
 
     extent: Extent
-    guide: dict[str, Any]
-    model: dict[str, Any]
-    log_q: dict[str, Tensor]
-    log_p: dict[str, Tensor]
+    guide: Sites
+    model: Sites
+    log_q: Values
+    log_p: Values
 
 
 class _Draws(NamedTuple):
     """Draws ``(draws, *data sets, *site shape)``, their log weights ``(draws, *data sets)``, and why some are NaN."""
 
-    values: dict[str, Tensor]
+    values: Values
     log_weights: Tensor
     fault: str
 
@@ -217,7 +219,7 @@ class Proposal:
             reason = self._differing(_weighed(self.target, run.extent, _drawn(run)))
         return reason
 
-    def log_weights(self, values: Mapping[str, Tensor]) -> Tensor:
+    def log_weights(self, values: Values) -> Tensor:
         """Returns the log weights of given latents ``(draws, *data sets, *site shape)``, as those of draws."""
         extent = self.target.extent(len(values[self.latents[0]]))
         nesting, dims = self.target.nesting, len(extent.sizes)
@@ -283,7 +285,7 @@ class Proposal:
         """Returns a log density of the first or last good draw that differs in a run of its own; None if none does."""
         drawn = _drawn(run)
 
-        def alone_at(index: Any) -> dict[str, Tensor]:
+        def alone_at(index: Any) -> Values:
             values = {
                 name: value[index].reshape(self.single.guide[name]["fn"].shape())
                 for name, value in drawn.items()
@@ -296,7 +298,7 @@ class Proposal:
         return wrong and f"{wrong} differs from that in a single run"
 
 
-def _summed(log_probs: Mapping[str, Tensor], extent: Extent) -> Tensor:
+def _summed(log_probs: Values, extent: Extent) -> Tensor:
     total: Any = sum(per_draw(log_probs, extent).values())
     return total
 
@@ -313,7 +315,7 @@ def _lost_draws(run: Weighed) -> Tensor:
 
 # Where distributions refuse draws, the model's log density is NaN or minus infinity, so that a weight tells.
 @pyro.validation_enabled(False)
-def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor] | None = None) -> Weighed:
+def _weighed(target: Target, extent: Extent, values: Values | None = None) -> Weighed:
     """Runs the guide, at its own draws or at given values, and the model at the guide's."""
     guide = target.run_guide(extent, Runner(values or {}))
     # What the guide observes is no part of its density, but what it weights by a factor is.
@@ -349,12 +351,12 @@ def _fault_of(run: Weighed) -> str:
     return fault
 
 
-def _drawn(run: Weighed) -> dict[str, Tensor]:
+def _drawn(run: Weighed) -> Values:
     """Returns the values of all sites that the guide draws."""
     return {name: _whole(site) for name, site in run.guide.items() if not site["is_observed"]}
 
 
-def _by_role(run: Weighed) -> dict[str, Tensor]:
+def _by_role(run: Weighed) -> Values:
     """Returns the log densities of a run's sites, by names that tell guide and model apart."""
     roles = {"guide": run.log_q, "model": run.log_p}
     return {

@@ -29,6 +29,7 @@ from torch import Tensor
 from pyro_nami.inference.cost import elements_of_a_draw
 from pyro_nami.inference.importance import Proposal
 from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import over
 from pyro_nami.program.isolation import bounded_indices, forked_rng
@@ -126,9 +127,7 @@ class LatentMoves:
         state.setdefault("calls", 0)
         return proposal
 
-    def _chain(
-        self, proposal: Proposal, draws: JointDraws, at_once: int
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    def _chain(self, proposal: Proposal, draws: JointDraws, at_once: int) -> tuple[Values, Tensor]:
         """Returns the latents after steps of the chain, and which of the draws moved; none if the model fails.
 
         Args:

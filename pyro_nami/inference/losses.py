@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_nami.inference.simulate import Batch
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.inference.target import Target
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import takes_observations
@@ -90,7 +91,7 @@ def _identities(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[int], dict
     return [id(value) for value in args], {name: id(value) for name, value in kwargs.items()}
 
 
-def site_log_probs(guide: Callable, batch: Batch) -> dict[str, Tensor]:
+def site_log_probs(guide: Callable, batch: Batch) -> Values:
     """Returns log q of simulations at every site of a guide, ``(draws,)`` each; see `Target.guide_log_probs`."""
     args, kwargs, draws = batch
     target = Target(Program(guide, args, kwargs), guide, nesting=draws.nesting)

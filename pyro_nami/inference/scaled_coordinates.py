@@ -13,6 +13,7 @@ from torch.distributions import biject_to
 
 from pyro_nami.factors.completed import is_support_unknown
 from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.networks.running import center_and_spread
 
 __all__ = ["Coordinates", "SiteForm", "site_forms"]
@@ -74,7 +75,7 @@ class Coordinates:
         tensor([-1.,  0.,  1.])
     """
 
-    def __init__(self, values: Mapping[str, Tensor], forms: Mapping[str, SiteForm]) -> None:
+    def __init__(self, values: Values, forms: Mapping[str, SiteForm]) -> None:
         self._maps = {name: forms[name].unconstrain for name in values}
         parts = self._parts(values, 1)
         ends = np.cumsum([part.shape[1] for part in parts.values()]).tolist()
@@ -84,14 +85,14 @@ class Coordinates:
         self._center, spread = center_and_spread(torch.cat(list(parts.values()), -1))
         self._scale = torch.where(spread > 0, spread, torch.ones_like(spread))
 
-    def __call__(self, values: Mapping[str, Tensor], batch_dims: int = 1) -> Tensor:
+    def __call__(self, values: Values, batch_dims: int = 1) -> Tensor:
         """Returns the coordinates of values with some batch dims, ``(*batch, coordinates)``."""
         raw = torch.cat(list(self._parts(values, batch_dims).values()), -1)
         standard = (raw - self._center) / self._scale
         beyond = (standard.abs() - MAX_LINEAR).clamp(min=0)
         return standard.clamp(-MAX_LINEAR, MAX_LINEAR) + standard.sign() * beyond.log1p()
 
-    def _parts(self, values: Mapping[str, Tensor], batch_dims: int) -> dict[str, Tensor]:
+    def _parts(self, values: Values, batch_dims: int) -> Values:
         parts = {}
         for name, unconstrain in self._maps.items():
             value = unconstrain(values[name])

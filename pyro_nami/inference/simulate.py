@@ -21,6 +21,8 @@ from torch import Tensor
 from pyro_nami.factors.wrappers import layers
 from pyro_nami.inference.simulator_model import Simulated
 from pyro_nami.inference.site_messages import (
+    Sites,
+    Values,
     check_declared,
     log_density,
     plate_nesting,
@@ -47,10 +49,10 @@ class JointDraws(NamedTuple):
         sites: of the one run that made all draws, if kept: a guide with anchors need not run the model again.
     """
 
-    latents: dict[str, Tensor]
-    observed: dict[str, Tensor]
+    latents: Values
+    observed: Values
     nesting: int
-    sites: Mapping[str, Any] | None = None
+    sites: Sites | None = None
 
     @property
     def num(self) -> int:
@@ -144,7 +146,7 @@ class Simulator:
     ) -> None:
         self.program = Program(model, tuple(args), dict(kwargs or {}))
         self.nesting = 0
-        self.single: dict[str, Any] = {}
+        self.single: Sites = {}
         self.data: dict[str, Any] = {}
 
         def note(site: Any) -> None:
@@ -190,7 +192,7 @@ class Simulator:
         return self.single[self.latent[0]]["value"].device
 
     def draw(
-        self, num: int, *, keep_sites: bool = False, latents: Mapping[str, Tensor] | None = None
+        self, num: int, *, keep_sites: bool = False, latents: Values | None = None
     ) -> JointDraws:
         """Returns ``num`` joint draws, without gradients; values that are not finite are in them as drawn.
 
@@ -219,7 +221,7 @@ class Simulator:
             }
         )
 
-    def joint(self, values: Mapping[str, Tensor]) -> JointDraws:
+    def joint(self, values: Values) -> JointDraws:
         """Returns values of all latents and observed sites as joint draws."""
         latents, observed = (
             {name: values[name] for name in part} for part in (self.latent, self.observed)
@@ -240,9 +242,9 @@ class Simulator:
     def sites(
         self,
         extent: Extent = Extent(),
-        values: Mapping[str, Tensor] | None = None,
+        values: Values | None = None,
         choose: Callable[[Any], None] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Sites:
         """Runs the model, by default for one draw, with nothing observed; returns its sites but deterministic ones."""
         note = of_rank(self.nesting + 1) if extent.sizes else None
         runner = Runner(values or {}, simulated=True, choose=choose, note=note)
@@ -256,7 +258,7 @@ class Simulator:
                 )
         return {name: site for name, site in sites.items() if not _is_name(site)}
 
-    def _batch(self, num: int, latents: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    def _batch(self, num: int, latents: Values | None = None) -> Sites:
         """Returns the sites of one run for all draws."""
         sites = self.sites(self.target.extent(num), latents)
         for name, site in sites.items():
@@ -273,7 +275,7 @@ class Simulator:
                 )
         return sites
 
-    def _check_sites(self, sites: Mapping[str, Any], given: set[str]) -> None:
+    def _check_sites(self, sites: Sites, given: set[str]) -> None:
         """Raises where no simulations can be made, or a name that a user has given is no site's."""
         for name in sorted(given - self.single.keys()):
             known = ", ".join(map(repr, self.single))
@@ -300,13 +302,13 @@ class Simulator:
         other.program = program
         return other
 
-    def _difference(self, sites: Mapping[str, Any]) -> str | None:
+    def _difference(self, sites: Sites) -> str | None:
         """Returns where a vectorized run goes wrong, found by replaying its draws one by one; None if nowhere."""
         num = few_draws(sites.values())
         try:
             batch = self._batch(num)
 
-            def alone_at(draw: int) -> dict[str, Tensor]:
+            def alone_at(draw: int) -> Values:
                 values = {
                     name: batch[name]["value"][draw].reshape(site["fn"].shape())
                     for name, site in self.single.items()
@@ -319,7 +321,7 @@ class Simulator:
         return wrong and f"the log density of site '{wrong}' differs from that in a run of one draw"
 
 
-def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+def _log_densities(sites: Sites) -> Values:
     """Returns the log densities of the sites that have one, in nats; errors name the site."""
     found = {}
     for name, site in sites.items():

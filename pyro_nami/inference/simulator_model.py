@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, TransformedDistribution
 
 from pyro_nami.factors.wrappers import base_of
-from pyro_nami.inference.site_messages import plate_nesting
+from pyro_nami.inference.site_messages import Sites, plate_nesting
 from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
@@ -117,7 +117,7 @@ def with_drawn_data(
     """Returns a model whose observed sites that are deterministic, or a `Delta`, are draws; others are unchanged."""
     if isinstance(model, SimulatorModel) or not observed:
         return model
-    sites: Mapping[str, Any] = {}
+    sites: Sites = {}
     none = suppress(NotImplementedError)  # of a site without draws, which `Simulator` tells
     with none, forked_rng(), torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
         sites = poutine.trace(model).get_trace(*args, **kwargs).nodes

@@ -19,6 +19,7 @@ from pyro_nami.inference.losses import CompilationLoss, non_finite_sites, site_l
 from pyro_nami.inference.optimizers import Optimization
 from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import MANY_DRAWS
@@ -213,9 +214,7 @@ class Trainer:
         self.best, self.lowest = state.get("best"), state.get("lowest")
 
 
-def _first_call(
-    loss: CompilationLoss, simulator: Simulator, given: JointDraws | None
-) -> dict[str, Tensor]:
+def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws | None) -> Values:
     """Calls a guide, which makes lazy parameters, and regresses it if it can be; returns its parameters by name."""
     guide: Any = loss.guide
     _, args, kwargs = simulator.program

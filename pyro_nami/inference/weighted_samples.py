@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.messages import aligned, check_counts, warn
 
 __all__ = [
@@ -82,7 +83,7 @@ class WeightedSamples:
         tensor(0.7500)
     """
 
-    samples: Mapping[str, Tensor]
+    samples: Values
     log_weights: Tensor
     plates: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     pool: Pool | None = None
