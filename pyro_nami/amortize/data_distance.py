@@ -137,10 +137,8 @@ class SimulatedData:
 
     def _features(self, values: Values) -> list[Tensor]:
         own = self._coordinates({name: values[name] for name in self.forms}).double()
-        sites = [
-            _features(own[:, place], self.forms[name])
-            for name, place in self._coordinates.columns.items()
-        ]
+        parts = own.split(list(self._coordinates.sizes.values()), -1)
+        sites = [_features(part, form) for part, form in zip(parts, self.forms.values())]
         return [torch.cat(sites, -1), *sites]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.amortize.data_distance import ADVICE, SimulatedData
+from pyro_nami.amortize.first_guide import TOLERATED
 from pyro_nami.amortize.improvement import annealed, improved
 from pyro_nami.fit.fitting import DEFENSIVE
 from pyro_nami.fit.posterior import Posterior
@@ -23,10 +24,6 @@ from pyro_nami.messages import warn
 from pyro_nami.program.program import Program
 
 __all__ = ["AmortizedPosterior"]
-
-MAX_OUTSIDE = (
-    0.02  # share of data sets that may lie outside of all simulations by chance, without a warning
-)
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ class AmortizedPosterior:
         if self.simulated is None or values is None:  # of other arguments
             return torch.zeros(1, dtype=torch.bool)
         outside = self.simulated.outside(values)
-        if outside.sum() > MAX_OUTSIDE * len(outside):
+        if outside.sum() > TOLERATED * len(outside):
             first = int(outside.long().argmax())
             one = {name: value[first : first + 1] for name, value in values.items()}
             text = f"{self.simulated.judged(one, level=1.0)} {ADVICE}"

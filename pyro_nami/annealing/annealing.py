@@ -168,18 +168,15 @@ class _Options(NamedTuple):
     resample: bool
     conditional_ess: float | None
 
-    @property
-    def num_pilots(self) -> int:
-        """The number of chains that step sizes follow and that do not count, one for five."""
-        follows = self.target_acceptance is not None and not self.resample
-        return max(1, self.num_chains // 5) if follows else 0
-
 
 def _annealed(
     start: Start, options: _Options, reached: Reached | None, progress: bool
 ) -> AnnealedSamples:
     """Anneals all data sets, chunk by chunk."""
-    num_chains = options.num_chains + options.num_pilots
+    num_chains = options.num_chains
+    if options.target_acceptance is not None and not options.resample:
+        # pilots, which step sizes follow, and that do not count
+        num_chains += max(1, num_chains // 5)
     num_data = start.target.data.num or 1
     size = min(options.chunk_size or num_data, num_data)
     chunks = [slice(i, min(i + size, num_data)) for i in range(0, num_data, size)]

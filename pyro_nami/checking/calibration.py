@@ -35,7 +35,7 @@ from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import with_drawn_data
 from pyro_nami.inference.site_messages import Sites, Values
 from pyro_nami.inference.target import Extent, Target, bind, in_one_line
-from pyro_nami.messages import aligned
+from pyro_nami.messages import aligned, check_counts
 from pyro_nami.program.runner import Runner, takes_observations
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def calibrate(
         progress: whether to show a progress bar where this takes more than a second.
 
     Raises:
-        ValueError: a number is not positive; the guide draws no latent of the model, or not under plates; more than
+        ValueError: a number below 1; the guide draws no latent of the model, or not under plates; more than
             95% of the simulations hold NaN or infinite values; the guide runs a model that takes one draw at a time.
         TypeError: the guide does not take ``observations``.
 
@@ -238,9 +238,14 @@ def calibrate(
     """
     posterior = guide if isinstance(guide, AmortizedPosterior) else None
     guide, args, kwargs = guide_and_arguments(guide, args, kwargs)
-    _check_options(
-        guide, level, num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size
-    )
+    check_counts(num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size)
+    if not 0 < level < 1:
+        raise ValueError(f"Expected level between 0 and 1; got {level}.")
+    if not takes_observations(guide, is_guide=True):
+        raise TypeError(
+            "Expected a guide that takes observations={site: value}, by which it is given simulated data; this one "
+            "does not."
+        )
     with seeded(seed):
         names = observed_names(observed, guide)
         model = with_drawn_data(model, args, kwargs, names)
@@ -301,19 +306,6 @@ def _ranks_of_all(
         name: ranks.reshape(-1, *forms[name].shape) if name in forms else ranks
         for name, ranks in found.items()
     }
-
-
-def _check_options(guide: Callable, level: float, **counts: int | None) -> None:
-    for option, number in counts.items():
-        if number is not None and not (isinstance(number, int) and number > 0):
-            raise ValueError(f"Expected {option} to be a positive integer; got {number!r}.")
-    if not 0 < level < 1:
-        raise ValueError(f"Expected level between 0 and 1; got {level}.")
-    if not takes_observations(guide, is_guide=True):
-        raise TypeError(
-            "Expected a guide that takes observations={site: value}, by which it is given simulated data; this one "
-            "does not."
-        )
 
 
 def _joint_ranks(

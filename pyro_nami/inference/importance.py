@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -238,9 +238,7 @@ class Proposal:
             return None
         except torch.OutOfMemoryError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever a model does with batch dims that it was not written for
+        except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             return in_one_line(error)
 
     def _chunk(self, num: int, weigh: Callable[..., Weighed]) -> _Draws:
@@ -253,12 +251,11 @@ class Proposal:
             for index in itertools.product(*map(range, sizes))
         ]
         values, log_weights, faults = zip(*draws)
-
-        def stacked(parts: Iterable[Tensor]) -> Tensor:
-            return torch.stack(tuple(parts)).unflatten(0, sizes)
-
-        latents = {name: stacked(value[name] for value in values) for name in self.latents}
-        return _Draws(latents, stacked(log_weights), max(faults))
+        latents = {
+            name: torch.stack([value[name] for value in values]).unflatten(0, sizes)
+            for name in self.latents
+        }
+        return _Draws(latents, torch.stack(log_weights).unflatten(0, sizes), max(faults))
 
     @pyro.validation_enabled(False)
     def _weighed_prior(self, target: Target, extent: Extent) -> Weighed:
@@ -292,7 +289,7 @@ class Proposal:
             }
             return _by_role(_weighed(self.target, self.target.one(index[-1]), values))
 
-        good = (~_lost_draws(run)).nonzero()
+        good = (~_summed(run.log_p, run.extent).isnan()).nonzero()
         ends = map(tuple, good[[0, -1]].tolist() if len(good) else ())
         wrong = differing_site(_by_role(run), ends, alone_at)
         return wrong and f"{wrong} differs from that in a single run"
@@ -305,12 +302,6 @@ def _summed(log_probs: Values, extent: Extent) -> Tensor:
 
 def _whole(site: Any) -> Tensor:
     return site["value"].expand(site["fn"].shape())
-
-
-def _lost_draws(run: Weighed) -> Tensor:
-    """Returns the draws at which the model's log density is NaN."""
-    flags = {name: part.isnan() for name, part in run.log_p.items()}
-    return torch.stack([count > 0 for count in per_draw(flags, run.extent).values()]).any(0)
 
 
 # Where distributions refuse draws, the model's log density is NaN or minus infinity, so that a weight tells.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import biject_to
@@ -44,13 +43,11 @@ def site_forms(simulator: Simulator) -> dict[str, SiteForm]:
 
 def _unconstraining(fn: Any) -> Callable[[Tensor], Tensor]:
     try:
-        return (
-            _as_float
-            if fn.support.is_discrete or is_support_unknown(fn)
-            else biject_to(fn.support).inv
-        )
+        if not (fn.support.is_discrete or is_support_unknown(fn)):
+            return biject_to(fn.support).inv
     except NotImplementedError:  # no bijection to it
-        return _as_float
+        pass
+    return _as_float
 
 
 def _as_float(value: Tensor) -> Tensor:
@@ -67,7 +64,7 @@ class Coordinates:
         forms: of the sites.
 
     Attributes:
-        columns: site -> its coordinates' places.
+        sizes: site -> the number of its coordinates, in their order.
 
     Example:
         >>> coordinates = Coordinates({"z": torch.arange(101.0)}, {"z": SiteForm(torch.Size(), 0, lambda value: value)})
@@ -78,10 +75,7 @@ class Coordinates:
     def __init__(self, values: Values, forms: Mapping[str, SiteForm]) -> None:
         self._maps = {name: forms[name].unconstrain for name in values}
         parts = self._parts(values, 1)
-        ends = np.cumsum([part.shape[1] for part in parts.values()]).tolist()
-        self.columns = {
-            name: slice(end - parts[name].shape[1], end) for name, end in zip(parts, ends)
-        }
+        self.sizes = {name: part.shape[1] for name, part in parts.items()}
         self._center, spread = center_and_spread(torch.cat(list(parts.values()), -1))
         self._scale = torch.where(spread > 0, spread, torch.ones_like(spread))
 

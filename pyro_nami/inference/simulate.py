@@ -19,6 +19,7 @@ from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_nami.factors.wrappers import layers
+from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.simulator_model import Simulated
 from pyro_nami.inference.site_messages import (
     Sites,
@@ -158,7 +159,7 @@ class Simulator:
             sites = self.sites(Extent(contexts=(params,)), choose=note)
             self.nesting = plate_nesting(sites.values())
             self.single = {n: site for n, site in sites.items() if not site_is_factor(site)}
-            given = {observed} if isinstance(observed, str) else set(observed)
+            given = set(observed_names(observed))
             self.observed = tuple(name for name in self.single if name in {*self.data, *given})
             self.latent = tuple(name for name in self.single if name not in self.observed)
             self._check_sites(sites, given)

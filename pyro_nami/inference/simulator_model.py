@@ -47,15 +47,15 @@ class Simulated(TorchDistribution):
         return constraints.independent(constraints.real, len(self.event_shape))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Simulated:
-        theta = self.theta.expand(
-            torch.Size(batch_shape) + self.theta.shape[self.theta.dim() - self._ndims :]
-        )
+        event = self.theta.shape[len(self.batch_shape) :]
+        theta = self.theta.expand(torch.Size(batch_shape) + event)
         return Simulated(self.simulator, theta, self._ndims, self.event_shape)
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
         wide = self.expand(torch.Size(sample_shape) + self.batch_shape)
-        rows = wide.theta.reshape((-1,) + wide.theta.shape[wide.theta.dim() - self._ndims :])
-        return _simulated(self.simulator, rows).reshape(wide.batch_shape + self.event_shape)
+        batch = wide.batch_shape
+        rows = wide.theta.reshape((-1,) + wide.theta.shape[len(batch) :])
+        return _simulated(self.simulator, rows).reshape(batch + self.event_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         raise NotImplementedError(

@@ -92,7 +92,9 @@ class Trainer:
         the standard error of the difference. Losses of single simulations far out are cut off at ten widths of the
         central 68% above these.
         """
-        losses, done = _within_reach(self.losses(batches)), len(self.history.losses)
+        losses, done = self.losses(batches), len(self.history.losses)
+        low, high = losses.quantile(0.16), losses.quantile(0.84)
+        losses = losses.clamp(max=high + REACH * (high - low))
         loss = self.processes.mean(float(losses.mean()))
         self.history.validation.append((done, loss))
         self.optimization.validated(loss)
@@ -239,11 +241,6 @@ def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws |
         with torch.no_grad(), _unseen():
             loss.derive(batch)
     return {name: value for name, value in guide.named_parameters() if value.requires_grad}
-
-
-def _within_reach(losses: Tensor) -> Tensor:
-    low, high = losses.quantile(0.16), losses.quantile(0.84)
-    return losses.clamp(max=high + REACH * (high - low))
 
 
 @contextmanager

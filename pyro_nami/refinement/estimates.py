@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from pyro_nami.program.plate_dims import frames_of, own_dims
 from pyro_nami.program.runner import is_fixed
 from pyro_nami.refinement.updates import Refined, Refinement
 
-__all__ = ["EstimateRun", "errors", "hidden", "log_weights", "run_at"]
+__all__ = ["EstimateRun", "errors", "log_weights", "run_at"]
 
 
 class EstimateRun(NamedTuple):
@@ -61,11 +60,11 @@ def run_at(
         if num_particles > 1
         else nullcontext()
     )
-    with hidden(), particles, poutine.trace() as tracer, drawn or nullcontext():
+    with poutine.block(), own_dims(), particles, poutine.trace() as tracer, drawn or nullcontext():
         guide._drawn(call, estimate)
     q = tracer.trace
     values = {name: q.nodes[name]["value"] for name in q.stochastic_nodes if name in plan.rules}
-    with hidden():
+    with poutine.block(), own_dims():
         sites = call.run({**call.held, **values})
     relaxed = {}
     if drawn is not None:
@@ -132,15 +131,3 @@ def _main(run: EstimateRun) -> Any:
 
 def _plates(site: Any) -> set[str]:
     return {frame.name for frame in frames_of(site)}
-
-
-@contextmanager
-def hidden() -> Iterator[None]:
-    """Runs guide and model out of sight of all handlers around, plates as well."""
-    stack = _PYRO_STACK[:]
-    _PYRO_STACK.clear()
-    try:
-        with own_dims():
-            yield
-    finally:
-        _PYRO_STACK[:] = stack

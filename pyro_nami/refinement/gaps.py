@@ -146,7 +146,13 @@ def amortization_gap(
     importance = best.logsumexp(0) - math.log(num_particles)
     annealed = None
     if num_temperatures:
-        options: dict[str, Any] = {"num_chains": num_chains, "num_temperatures": num_temperatures}
-        chains = annealed_importance_sampling(model, None, *args, **options, **kwargs)
+        chains = annealed_importance_sampling(
+            model,
+            None,
+            *args,
+            num_chains=num_chains,
+            num_temperatures=num_temperatures,
+            **kwargs,
+        )
         annealed = float(chains.log_evidence), float(chains.log_evidence_error)
     return AmortizationGap(refined, best.mean(0), importance, annealed)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
@@ -20,8 +21,8 @@ from pyro_nami.messages import warn
 from pyro_nami.networks.running import tempered
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.plate_dims import frames_of
-from pyro_nami.refinement.estimates import errors, hidden, log_weights, run_at
+from pyro_nami.program.plate_dims import frames_of, own_dims
+from pyro_nami.refinement.estimates import errors, log_weights, run_at
 from pyro_nami.refinement.updates import (
     ENCODINGS,
     INPUTS,
@@ -254,7 +255,7 @@ class AutoIterativeGuide(AutoGuide):
     def _parts(self, call: Call) -> list[Refined]:
         """Returns the refined factors, by group."""
         plan, network = self.guide._made(), self.guide.network
-        with hidden(), forked_rng(), torch.no_grad():
+        with poutine.block(), own_dims(), forked_rng(), torch.no_grad():
             sites = call.run(call.held)
         sizes = {frame.name: frame.size for site in sites.values() for frame in frames_of(site)}
         found = []

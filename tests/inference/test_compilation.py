@@ -475,7 +475,7 @@ def test_steps_leave_out_what_has_no_weights(model, inverse, derived):
     compilation = compiled(model, (3,), guide=guide, steps=1)
     loss, draws = compilation._trainer.loss, compilation._trainer.simulator.draw(2000)
     assert (abs(loss.derived) > 0.1) is derived
-    parts = [loss(draws, (3,), {}, whole=whole).mean() for whole in (False, True)]
+    parts = [loss(Batch((3,), {}, draws), whole=whole).mean() for whole in (False, True)]
     assert abs(parts[0] - parts[1]) < 0.1
     gradients = [
         torch.autograd.grad(part, list(guide.parameters()), allow_unused=True) for part in parts
@@ -485,7 +485,9 @@ def test_steps_leave_out_what_has_no_weights(model, inverse, derived):
         torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in moved
     )
     # at other arguments
-    assert torch.equal(loss(draws, (), {"size": 3}), loss(draws, (3,), {}, whole=True))
+    assert torch.equal(
+        loss(Batch((), {"size": 3}, draws)), loss(Batch((3,), {}, draws), whole=True)
+    )
 
 
 # ---- bad simulations, bad losses, parameters of the model
