@@ -239,13 +239,7 @@ def calibrate(
     posterior = guide if isinstance(guide, AmortizedPosterior) else None
     guide, args, kwargs = guide_and_arguments(guide, args, kwargs)
     check_counts(num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size)
-    if not 0 < level < 1:
-        raise ValueError(f"Expected level between 0 and 1; got {level}.")
-    if not takes_observations(guide, is_guide=True):
-        raise TypeError(
-            "Expected a guide that takes observations={site: value}, by which it is given simulated data; this one "
-            "does not."
-        )
+    _check_options(guide, level)
     with seeded(seed):
         names = observed_names(observed, guide)
         model = with_drawn_data(model, args, kwargs, names)
@@ -306,6 +300,16 @@ def _ranks_of_all(
         name: ranks.reshape(-1, *forms[name].shape) if name in forms else ranks
         for name, ranks in found.items()
     }
+
+
+def _check_options(guide: Callable, level: float) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"Expected level between 0 and 1; got {level}.")
+    if not takes_observations(guide, is_guide=True):
+        raise TypeError(
+            "Expected a guide that takes observations={site: value}, by which it is given simulated data; this one "
+            "does not."
+        )
 
 
 def _joint_ranks(
