@@ -48,9 +48,9 @@ class Spy(torch.nn.Module):
         super().__init__()
         self.loss, self.seen = loss, []
 
-    def forward(self, draws, args, kwargs):
-        self.seen.append(draws.observed["d"].flatten())
-        return self.loss(draws, args, kwargs)
+    def forward(self, batch):
+        self.seen.append(batch.draws.observed["d"].flatten())
+        return self.loss(batch)
 
 
 def new(processes, batch_size, seed=0, optim=None, **options):
