@@ -90,12 +90,16 @@ def amortize(
         torch.Size([])
     """
     simulator = _simulator(model, args, kwargs, observed, marked=guide is not None)
-    if at is not None:
-        _check_rounds(simulator, simulations, rounds, guide)
-        options: dict[str, Any] = {"observed": observed, "steps": steps, "progress": progress}
-        again = functools.partial(amortize, simulator.model, *args, **options, **kwargs)
-        return _in_rounds(again, simulator, at, simulations, rounds)
-    return _training(simulator, simulations, steps, progress).posterior(guide)
+    if at is None:
+        return _training(simulator, simulations, steps, progress).posterior(guide)
+    _check_rounds(simulator, simulations, rounds, guide)
+    num = simulations // rounds
+    draws = simulator.draw(simulations - (rounds - 1) * num)
+    posterior = _training(simulator, draws, steps, progress).posterior(None)
+    for _ in range(rounds - 1):
+        draws = next_round(simulator, posterior.guide, at, draws, num)
+        posterior = _training(simulator, draws, steps, progress).posterior(None)
+    return posterior
 
 
 def _simulator(
@@ -111,34 +115,14 @@ def _simulator(
 
 
 def _check_rounds(simulator: Simulator, simulations: Any, rounds: int, guide: Any) -> None:
-    if (
-        not isinstance(simulator.model, SimulatorModel)
-        or not isinstance(simulations, int)
-        or guide is not None
-    ):
+    is_number = isinstance(simulations, int) and guide is None
+    if not is_number or not isinstance(simulator.model, SimulatorModel):
         raise ValueError(
             "Expected at= for data without a density, and simulations to be a number, without guide=. Where data "
             "have a density, leave at= out: draws are weighted, and carried to the posterior of any data."
         )
     if rounds < 1:
         raise ValueError(f"Expected at least one round; got {rounds}.")
-
-
-def _in_rounds(
-    again: Callable[..., AmortizedPosterior],
-    simulator: Simulator,
-    at: Mapping[str, Any],
-    simulations: int,
-    rounds: int,
-) -> AmortizedPosterior:
-    """Returns the posterior of one data set, by rounds of simulations, with ``again`` for each round."""
-    num = simulations // rounds
-    draws = simulator.draw(simulations - (rounds - 1) * num)
-    posterior = again(simulations=draws)
-    for _ in range(rounds - 1):
-        draws = next_round(simulator, posterior.guide, at, draws, num)
-        posterior = again(simulations=draws)
-    return posterior
 
 
 def _training(
@@ -162,11 +146,9 @@ def _simulated(simulator: Simulator, simulations: Any) -> tuple[JointDraws, Hist
         given = simulator.draw(simulations)
     else:
         given = as_draws(simulations, simulator)
-        with forked_rng():
-            sites = simulator.sites()
         for name, value in {**given.latents, **given.observed}.items():
             # raises for a value of a wrong shape
-            with_idle_dims(value, sites[name], simulator.nesting, 1)
+            with_idle_dims(value, simulator.single[name], simulator.nesting, 1)
     draws, non_finite = given.finite()
     seen = History()
     # Real data are finite, and of all simulations with such data none is left out: their posterior stays what it is.

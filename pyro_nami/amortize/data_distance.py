@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.scaled_coordinates import Coordinates, SiteForm
+from pyro_nami.inference.site_messages import Values
 
 __all__ = ["ADVICE", "Misspecification", "SimulatedData"]
 
@@ -86,7 +87,7 @@ class SimulatedData:
         tensor([False,  True])
     """
 
-    def __init__(self, observed: Mapping[str, Tensor], forms: Mapping[str, SiteForm]) -> None:
+    def __init__(self, observed: Values, forms: Mapping[str, SiteForm]) -> None:
         self.forms = {name: forms[name] for name in observed}
         usual = {name: value[0::2] for name, value in observed.items()}
         others = {name: value[1::2] for name, value in observed.items()}
@@ -96,12 +97,12 @@ class SimulatedData:
         self._mean, self._sd = center.mean(0), center.std(0).clamp(min=1e-6)
         self.others = self.distances(others)
 
-    def distances(self, values: Mapping[str, Tensor]) -> Tensor:
+    def distances(self, values: Values) -> Tensor:
         """Returns the distances of data sets ``(data sets, ...)`` from the center of the simulations."""
         pairs = zip(self._spaces, self._features(values))
         return torch.stack([space.distances(features) for space, features in pairs], -1)
 
-    def batch(self, data: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    def batch(self, data: Mapping[str, Any]) -> Values | None:
         """Returns the values of data sets ``(data sets, *shape)``; None if a site lacks them, or has another shape."""
         found = {}
         for name, form in self.forms.items():
@@ -113,7 +114,7 @@ class SimulatedData:
         num = max(map(len, found.values()), default=0)
         return {name: value.expand(num, *value.shape[1:]) for name, value in found.items()}
 
-    def judged(self, values: Mapping[str, Tensor], level: float) -> Misspecification:
+    def judged(self, values: Values, level: float) -> Misspecification:
         """Returns the distance of one data set ``(1, ...)``, with its p-value."""
         here = self.distances(values)
         further = self._measures(self.others) >= self._measures(here)
@@ -124,7 +125,7 @@ class SimulatedData:
         sites = dict(sorted(zip(self.forms, ratios), key=lambda item: -item[1]))
         return Misspecification(float(here[0, 0]), self.others[:, 0], p_value, sites, level)
 
-    def outside(self, values: Mapping[str, Tensor]) -> Tensor:
+    def outside(self, values: Values) -> Tensor:
         """Returns which data sets ``(data sets,)`` are further out than all simulations, by either measure."""
         furthest = self._measures(self.others).amax(0)
         return (self._measures(self.distances(values)) > furthest).any(-1)
@@ -134,12 +135,10 @@ class SimulatedData:
         standard = (distances - self._mean) / self._sd
         return torch.stack((standard[:, 0], standard[:, 1:].amax(1)), 1)
 
-    def _features(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+    def _features(self, values: Values) -> list[Tensor]:
         own = self._coordinates({name: values[name] for name in self.forms}).double()
-        sites = [
-            _features(own[:, place], self.forms[name])
-            for name, place in self._coordinates.columns.items()
-        ]
+        parts = own.split(list(self._coordinates.sizes.values()), -1)
+        sites = [_features(part, form) for part, form in zip(parts, self.forms.values())]
         return [torch.cat(sites, -1), *sites]
 
 

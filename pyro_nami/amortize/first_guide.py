@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["first_guide", "named"]
+__all__ = ["TOLERATED", "first_guide", "named"]
 
 import itertools
-from collections import Counter
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.program.memory import rows_in_memory
 
-TOLERATED = 0.02  # share of simulations at which a conditional may be wrong; ten times that for a Normal about a mode
+# Share of data sets at which a conditional may be wrong, ten times that for a Normal about a mode; or that may lie
+# outside of all simulations. At ten times less, chance refutes; at ten times more, conditionals that are wrong stay.
+TOLERATED = 0.02
 
 _numbers = itertools.count()
 
@@ -65,23 +66,21 @@ def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
         draws, _ = simulator.draw(1000).finite()
     if not guide.num_parameters:  # and nothing will be learned from them
         draws = draws.select(torch.arange(min(draws.num, 100)))
-    not_finite: Counter[str] = Counter()
-    low: Counter[str] = Counter()
+    counts: dict[str, Any] = {}  # of draws that are not finite, and of low ones
     latents = sum(value[0].numel() for value in draws.latents.values())
     data = sum(value[0].numel() for value in draws.observed.values())
     for part in draws.in_batches(rows_in_memory(CHECKED_DRAWS * latents + data)):
         seen = guide.misfits(part.latents, *simulator.program.args, **_with_data(simulator, part))
         for name, flags in seen.items():
-            not_finite[name] += int(flags[0].sum())
-            low[name] += int(flags[1].sum())
+            counts[name] = counts.get(name, 0) + flags.sum(1)
     # training ends at a density that is not finite
     most_not_finite = 0 if guide.num_parameters else TOLERATED * draws.num
     chance = draws.num / (CHECKED_DRAWS + 1)
     refuted = []
-    for name in low:
+    for name, (not_finite, low) in counts.items():
         tolerated = TOLERATED * (10 if guide.rules[name].rule == "newton" else 1)
         most_low = chance + 6 * chance**0.5 + tolerated * draws.num
-        if not_finite[name] > most_not_finite or low[name] > most_low:
+        if not_finite > most_not_finite or low > most_low:
             refuted.append(name)
     return refuted
 

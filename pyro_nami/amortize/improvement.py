@@ -6,12 +6,12 @@ them to the posterior.
 
 from __future__ import annotations
 
-__all__ = ["annealed", "improved", "weighted"]
+__all__ = ["annealed", "improved"]
 
 import contextlib
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,13 +21,13 @@ from tqdm import tqdm
 
 from pyro_nami.annealing.annealing import annealed_importance_sampling
 from pyro_nami.inference.cost import elements_of_a_draw
-from pyro_nami.inference.importance import Proposal, importance_sample
+from pyro_nami.inference.importance import Proposal, weighted_draws
 from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples
 from pyro_nami.messages import OneByOne
 
-MAX_FACTOR = 256  # draws to resample from, for each draw asked for; a power of 4
+FACTORS = 4, 16, 64, 256  # draws to resample from, for each draw asked for
 MAX_ELEMENTS = 2**25  # of the draws to resample from at a time; more take too much memory
 MAX_WORK = (
     2**34
@@ -63,13 +63,10 @@ def improved(
     most_draws = min(MAX_ELEMENTS // elements, _affordable(target, data_sets))
     search = _Improvement(target, data_sets, drawn.num_samples, most_draws, progress)
     drawn = replace(drawn, pool=Pool.none(drawn.log_evidence))
-    unknown = bad & unknown.to(bad.device)
-    parts = unknown.nonzero().squeeze(-1).split(max(1, most_draws // drawn.num_samples))
-    for rows in filter(len, parts):
-        with contextlib.suppress(NotImplementedError, ValueError):
-            drawn = _replaced(drawn, rows, search.annealed(rows, None))
-            bad = bad.index_fill(0, rows, False)
-    return search.resampled(drawn, bad.nonzero().squeeze(-1), min(4, search.most))
+    for rows in search.parts(bad & unknown.to(bad.device), 1):
+        before, drawn = drawn, search.annealed(drawn, rows, None)
+        bad[rows] = drawn is before
+    return search.resampled(drawn, bad)
 
 
 class _Improvement(NamedTuple):
@@ -81,67 +78,54 @@ class _Improvement(NamedTuple):
     most_draws: int  # to resample from, of all data sets at a time
     progress: bool
 
-    @property
-    def most(self) -> int:
-        """The largest factor, a power of 4, of more draws that may be made of a data set."""
-        factor = MAX_FACTOR
-        while factor > 1 and factor * self.num > self.most_draws:
-            factor //= 4
-        return factor
+    def resampled(self, drawn: WeightedSamples, bad: Tensor) -> WeightedSamples:
+        """Returns draws of which those of bad data sets are resampled from 4, 16, ... times as many.
 
-    def resampled(self, drawn: WeightedSamples, rows: Tensor, factor: int) -> WeightedSamples:
-        """Returns draws of which those of some data sets are resampled from ``factor`` times as many.
-
-        Where fewer of these are effective than are asked for, they are resampled from four times as many again. At the
-        largest factor they are annealed, if the model can be.
+        At the largest factor those of which fewer are effective than are asked for are annealed, if the model can be.
         """
-        if not len(rows):
-            return drawn
-        parts = rows.split(max(1, self.most_draws // (factor * self.num)))
-        for part in tqdm(parts, "resampling", delay=1, leave=False, disable=not self.progress):
-            try:
-                many = self.more_draws(part, factor)
-            except (OneByOne, ValueError):  # draws one by one would take long
-                continue
-            drawn = _replaced(drawn, part, many.equally_weighted(self.num))
-            few = (many.effective_sample_size < self.num) | (many.pareto_k > K_MAX)
-            if factor < self.most:
-                drawn = self.resampled(drawn, part[few], 4 * factor)
-            elif few.any():
-                start = _changed(many, operator.itemgetter((slice(None), few)))
-                with contextlib.suppress(NotImplementedError, ValueError):
-                    found = self.annealed(part[few], self.target.guide, draws=start)
-                    drawn = _replaced(drawn, part[few], found)
+        factors = [each for each in FACTORS if each * self.num <= self.most_draws] or [1]
+        for factor in factors:
+            parts, bad = self.parts(bad, factor), torch.zeros_like(bad)
+            for rows in tqdm(parts, "resampling", delay=1, leave=False, disable=not self.progress):
+                try:
+                    many = self.more_draws(rows, factor)
+                except (OneByOne, ValueError):  # draws one by one would take long
+                    continue
+                drawn = _replaced(drawn, rows, many.equally_weighted(self.num))
+                few = (many.effective_sample_size < self.num) | (many.pareto_k > K_MAX)
+                bad[rows] = few
+                if factor == factors[-1] and few.any():
+                    start = _changed(many, operator.itemgetter((slice(None), few)))
+                    drawn = self.annealed(drawn, rows[few], self.target.guide, start)
         return drawn
+
+    def parts(self, chosen: Tensor, factor: int) -> Sequence[Tensor]:
+        """Returns the indices of chosen data sets, of as many at a time as may be drawn together."""
+        rows = chosen.nonzero().squeeze(-1)
+        return rows.split(max(1, self.most_draws // (factor * self.num))) if len(rows) else ()
 
     def more_draws(self, rows: Tensor, factor: int) -> WeightedSamples:
         """Returns ``factor`` times as many weighted draws; raises `OneByOne` if they cannot be made at once."""
         with warnings.catch_warnings():
             warnings.simplefilter("error", OneByOne)
-            return weighted(self.target, self.data_sets.batch(rows), factor * self.num)
+            return weighted_draws(self.target, self.data_sets.batch(rows), factor * self.num)
 
-    def annealed(self, rows: Tensor, guide: Callable | None, **draws: Any) -> WeightedSamples:
-        """Returns draws of some data sets that are annealed from a guide, or from the prior."""
+    def annealed(
+        self,
+        drawn: WeightedSamples,
+        rows: Tensor,
+        guide: Callable | None,
+        draws: WeightedSamples | None = None,
+    ) -> WeightedSamples:
+        """Returns draws of which those of some data sets are annealed from a guide, or the prior, if they can be."""
         share = 0.0 if guide is None else self.target.prior_share
         target = replace(self.target, guide=guide, prior_share=share)
-        options = {"conditional_ess": 0.95, "progress": self.progress, **draws}
-        return annealed(target, self.data_sets.batch(rows), self.num, **options)
-
-
-def weighted(target: Target, data: Mapping[str, Any], num: int) -> WeightedSamples:
-    """Returns weighted draws of a guide, without a warning of bad weights."""
-    assert target.guide is not None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The importance weights are")
-        return importance_sample(
-            target.program.model,
-            target.guide,
-            *target.program.args,
-            num_samples=num,
-            observations=data,
-            defensive=target.prior_share,
-            **target.program.kwargs,
-        )
+        data = self.data_sets.batch(rows)
+        options = {"conditional_ess": 0.95, "draws": draws, "progress": self.progress}
+        with contextlib.suppress(NotImplementedError, ValueError):
+            found = annealed(target, data, self.num, **options)
+            drawn = _replaced(drawn, rows, found)
+        return drawn
 
 
 def annealed(target: Target, data: Mapping[str, Any], num: int, **options: Any) -> WeightedSamples:
@@ -157,7 +141,7 @@ def annealed(target: Target, data: Mapping[str, Any], num: int, **options: Any) 
         defensive=target.prior_share,
         **options,
         **target.program.kwargs,
-    ).weighted()
+    )
 
 
 def _affordable(target: Target, data: Observations) -> int:

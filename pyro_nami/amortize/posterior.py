@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from pyro_nami.amortize.data_distance import ADVICE, SimulatedData
-from pyro_nami.amortize.improvement import annealed, improved, weighted
+from pyro_nami.amortize.first_guide import TOLERATED
+from pyro_nami.amortize.improvement import annealed, improved
+from pyro_nami.fit.fitting import DEFENSIVE
 from pyro_nami.fit.posterior import Posterior
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.history import History
+from pyro_nami.inference.importance import weighted_draws
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, warn_of_bad
@@ -21,13 +24,6 @@ from pyro_nami.messages import warn
 from pyro_nami.program.program import Program
 
 __all__ = ["AmortizedPosterior"]
-
-DEFENSIVE_SHARE = (
-    0.05  # share of draws from the prior, where a guide had to learn; more waste draws
-)
-MAX_OUTSIDE = (
-    0.02  # share of data sets that may lie outside of all simulations by chance, without a warning
-)
 
 
 @dataclass(frozen=True)
@@ -82,12 +78,12 @@ class AmortizedPosterior:
             return self._unweighted(self.model, data, num_samples)
         if defensive is None:
             learned = any(note.rule == "learned" for note in self.guide.rules.values())
-            defensive = DEFENSIVE_SHARE if learned else 0.0
+            defensive = DEFENSIVE if learned else 0.0
         target = Target(
             Program(self.model, self.args, self.kwargs), self.guide, prior_share=defensive
         )
         if num_temperatures in (None, 2):
-            drawn = weighted(target, data, num_samples)
+            drawn = weighted_draws(target, data, num_samples)
             outside = self._outside(data)
             few = drawn.effective_sample_size < num_samples / 3
             bad = few | ~(drawn.pareto_k <= K_MAX)
@@ -115,7 +111,7 @@ class AmortizedPosterior:
                     "none, as simulations with them are left out."
                 )
         target = Target(Program(model.without_data(), self.args, self.kwargs), self.guide)
-        drawn = weighted(target, data, num_samples)
+        drawn = weighted_draws(target, data, num_samples)
         self._outside(data)
         none = torch.zeros_like(drawn.log_weights)
         unknown = replace(drawn, log_weights=none, pool=Pool.unknown(none[0]))
@@ -127,7 +123,7 @@ class AmortizedPosterior:
         if self.simulated is None or values is None:  # of other arguments
             return torch.zeros(1, dtype=torch.bool)
         outside = self.simulated.outside(values)
-        if outside.sum() > MAX_OUTSIDE * len(outside):
+        if outside.sum() > TOLERATED * len(outside):
             first = int(outside.long().argmax())
             one = {name: value[first : first + 1] for name, value in values.items()}
             text = f"{self.simulated.judged(one, level=1.0)} {ADVICE}"

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_nami.inference.site_messages import Values
+
 __all__ = ["SOAP"]
 
 
@@ -127,7 +129,7 @@ def _move(parameters: list[Tensor], state: dict[str, Any], group: dict[str, Any]
         state["mean"] = _turned(mean, state)
 
 
-def _moments(gradient: Tensor, max_side: int) -> dict[str, Tensor]:
+def _moments(gradient: Tensor, max_side: int) -> Values:
     """Returns G G' as ``left`` and G' G as ``right``, of sides up to ``max_side``; of vectors none."""
     sides = {"left": gradient, "right": gradient.mT} if gradient.dim() > 2 else {}
     return {

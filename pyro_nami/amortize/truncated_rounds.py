@@ -20,6 +20,7 @@ from torch import Tensor
 from pyro_nami.inference.observations import as_mapping
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.inference.target import Target
 from pyro_nami.program.runner import Runner
 
@@ -57,12 +58,12 @@ class Region:
         self.least = min(float(own.min()), float(prior.quantile(0.999)))
 
     @torch.no_grad()
-    def holds(self, latents: Mapping[str, Tensor]) -> Tensor:
+    def holds(self, latents: Values) -> Tensor:
         """Returns which of some latents ``(draws, *plates, *event)`` lie inside, ``(draws,)``."""
         return self._log_prob(latents) >= self.least
 
     @torch.no_grad()
-    def draw(self, num: int) -> dict[str, Tensor]:
+    def draw(self, num: int) -> Values:
         """Returns draws of the prior inside, latent -> ``(num, *plates, *event)``; no data are simulated for them."""
         found = {name: value[:0] for name, value in self._prior().items()}
         while len(found[self.names[0]]) < num:
@@ -71,12 +72,12 @@ class Region:
             found = {name: torch.cat((found[name], latents[name][inside])) for name in found}
         return {name: value[:num] for name, value in found.items()}
 
-    def _prior(self) -> dict[str, Tensor]:
+    def _prior(self) -> Values:
         extent = self.target.extent(DRAWS)
         sites = self.target.run_model(extent, Runner(extent.data))
         return {name: sites[name]["value"].expand(sites[name]["fn"].shape()) for name in self.names}
 
-    def _log_prob(self, latents: Mapping[str, Tensor]) -> Tensor:
+    def _log_prob(self, latents: Values) -> Tensor:
         return self.target.guide_log_prob(self.target.extent(len(latents[self.names[0]])), latents)
 
 

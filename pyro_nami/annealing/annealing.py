@@ -34,8 +34,9 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyro
@@ -57,10 +58,11 @@ from pyro_nami.annealing.transitions import (
     variance_of_lineages,
 )
 from pyro_nami.inference.observations import as_mapping
-from pyro_nami.inference.site_messages import plate_names
+from pyro_nami.inference.site_messages import Values, plate_names
 from pyro_nami.inference.target import Target
-from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, log_mean, log_mean_error
+from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
 from pyro_nami.messages import check_counts
+from pyro_nami.program.isolation import kept_store
 from pyro_nami.program.program import Program
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling"]
@@ -73,49 +75,24 @@ MAX_TRANSITIONS = (
 )
 
 
-class AnnealedSamples(NamedTuple):
-    """The result of annealing, for every chain and data set. The dim of data sets is there if data were batched.
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class AnnealedSamples(WeightedSamples):
+    """Where chains ended, with their weights: `WeightedSamples`. The mean of the weights is unbiased for p(x).
+
+    With ``resample`` the error of the evidence is that of chains which forget, from one resampling to the next, where
+    they were, or if that is larger what tells by how many of the first ones all descend from.
 
     Attributes:
-        log_weights: log weights in nats, ``(chains, *data sets)``. The mean of their exponentials is an unbiased
-            estimate of p(x).
-        samples: latent -> where the chains ended, ``(chains, *data sets, *site shape)``. With the weights they stand
-            for the posterior, see `weighted`.
         acceptance_rate: mean acceptance probability of a chain's transitions, ``(chains, *data sets)``.
         step_size: of the last transition, ``(*data sets)``.
-        plates: latent -> name of the plate of each batch dim, None for a dim that is no plate's.
-        variance: of the log evidence by weights that chains were resampled by on the way, ``(*data sets)``.
     """
 
-    log_weights: Tensor
-    samples: dict[str, Tensor]
     acceptance_rate: Tensor
     step_size: Tensor
-    variance: Tensor
-    plates: Mapping[str, Sequence[str | None]] = {}
 
     def weighted(self) -> WeightedSamples:
-        """Returns samples and weights as weighted samples, with their estimates and diagnostics.
-
-        Raises:
-            ValueError: all chains of a data set have no weight.
-        """
-        pool = Pool.none(self.variance)._replace(evidence=self.variance)
-        return WeightedSamples(self.samples, self.log_weights, self.plates, pool)
-
-    @property
-    def log_evidence(self) -> Tensor:
-        """Log of the estimated evidence in nats, ``(*data sets)``; its expectation is at most the log evidence."""
-        return log_mean(self.log_weights)
-
-    @property
-    def log_evidence_error(self) -> Tensor:
-        """Standard error of `log_evidence` in nats, ``(*data sets)``, by the delta method; inf for a single chain.
-
-        With ``resample`` that of chains which forget, from one resampling to the next, where they were, or if that is
-        larger what tells by how many of the first ones all descend from.
-        """
-        return (log_mean_error(self.log_weights).square() + self.variance).sqrt()
+        """Returns the samples, which are weighted."""
+        return self
 
 
 @torch.no_grad()
@@ -128,7 +105,7 @@ def annealed_importance_sampling(
     num_leapfrog_steps: int = 10,
     step_size: float = 0.1,
     target_acceptance: float | None = 0.65,
-    observations: Mapping[str, Tensor] | None = None,
+    observations: Values | None = None,
     chunk_size: int | None = None,
     resample: bool = False,
     conditional_ess: float | None = None,
@@ -191,21 +168,19 @@ class _Options(NamedTuple):
     resample: bool
     conditional_ess: float | None
 
-    @property
-    def num_pilots(self) -> int:
-        """The number of chains that step sizes follow and that do not count, one for five."""
-        follows = self.target_acceptance is not None and not self.resample
-        return max(1, self.num_chains // 5) if follows else 0
-
 
 def _annealed(
     start: Start, options: _Options, reached: Reached | None, progress: bool
 ) -> AnnealedSamples:
     """Anneals all data sets, chunk by chunk."""
-    num_chains = options.num_chains + options.num_pilots
+    num_chains = options.num_chains
+    if options.target_acceptance is not None and not options.resample:
+        # pilots, which step sizes follow, and that do not count
+        num_chains += max(1, num_chains // 5)
     num_data = start.target.data.num or 1
-    chunks = torch.arange(num_data).split(options.chunk_size or num_data)
-    start = start.checked(num_chains, slice(0, len(chunks[0])))
+    size = min(options.chunk_size or num_data, num_data)
+    chunks = [slice(i, min(i + size, num_data)) for i in range(0, num_data, size)]
+    start = start.checked(num_chains, chunks[0])
     total = len(chunks) * (options.num_temperatures - 1)
     parts = []
     with tqdm(
@@ -215,12 +190,21 @@ def _annealed(
         leave=False,
         disable=not progress,
     ) as bar:
-        for chunk in chunks:
-            rows = slice(int(chunk[0]), int(chunk[-1]) + 1)
+        for rows in chunks:
             path, position = start.path(num_chains, rows)
             here = reached and Reached(*(part[rows] for part in reached))
             parts.append(_anneal(path, position, options, here, bar.update))
     return _joined(parts, start)
+
+
+class _Annealed(NamedTuple):
+    """Chains of a chunk of data sets, see `AnnealedSamples`; ``(chains, data sets)``, or ``(data sets,)``."""
+
+    samples: Values
+    log_weights: Tensor
+    acceptance: Tensor
+    step_size: Tensor
+    variance: Tensor  # of the log evidence
 
 
 # A wide step may bring values that the model's distributions refuse; such a step is rejected.
@@ -231,7 +215,7 @@ def _anneal(
     options: _Options,
     reached: Reached | None,
     tick: Callable[[], Any],
-) -> AnnealedSamples:
+) -> _Annealed:
     """Runs all chains of a chunk of data sets along the path; the chains behind ``num_chains`` are pilots."""
     schedule = sigmoid_temperatures(options.num_temperatures).tolist()
     state = ChainState(position, path.value(position))
@@ -274,27 +258,26 @@ def _anneal(
         variance = variance.maximum(variance_of_lineages(ancestors, log_weights))
     counted = slice(options.num_chains)
     samples = {name: value[counted] for name, value in path.at(state.position).values.items()}
-    return AnnealedSamples(
-        log_weights[counted], samples, acceptance[counted] / moves, step_size, variance
+    return _Annealed(
+        samples, log_weights[counted], acceptance[counted] / moves, step_size, variance
     )
 
 
-def _joined(parts: list[AnnealedSamples], start: Start) -> AnnealedSamples:
+def _joined(parts: list[_Annealed], start: Start) -> AnnealedSamples:
     """Returns the result for all chunks; without the dim of data sets if they are not batched."""
-
-    def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
-        joined = torch.cat(tuple(tensors), dim)
-        return joined.squeeze(dim) if start.target.data.num is None else joined
-
-    weights, samples, acceptance, steps, variance, _ = zip(*parts)
-    log_weights = join(weights, 1)
+    samples, *numbers = zip(*parts)
+    joined = [torch.cat(part, -1) for part in numbers]
+    if start.target.data.num is None:
+        joined = [part.squeeze(-1) for part in joined]
+    log_weights, acceptance, step_size, variance = joined
     own, plates = {}, {}
     for name, site in start.latents.items():
-        value = join([values[name] for values in samples], 1)
+        value = torch.cat([values[name] for values in samples], 1)
         own[name] = value.reshape(log_weights.shape + site["fn"].shape())
         plates[name] = plate_names(site)
+    pool = Pool.none(variance)._replace(evidence=variance)
     return AnnealedSamples(
-        log_weights, own, join(acceptance, 1), join(steps, 0), join(variance, 0), plates
+        own, log_weights, plates, pool, acceptance_rate=acceptance, step_size=step_size
     )
 
 
@@ -324,21 +307,13 @@ def _expect(holds: bool, expected: str) -> None:
 @contextmanager
 def _fixed(model: Callable, guide: Callable | None) -> Iterator[None]:
     """Holds modules in evaluation mode, as densities are to be functions; forgets parameters that a model adds."""
-    modules = [
-        part
-        for module in (model, guide)
-        if isinstance(module, nn.Module)
-        for part in module.modules()
-    ]
-    modes = [module.training for module in modules]
-    store = pyro.get_param_store()
-    known = set(store.keys())
+    roots = [each for each in (model, guide) if isinstance(each, nn.Module)]
+    modes = {module: module.training for root in roots for module in root.modules()}
     try:
-        for module in modules:
-            module.training = False
-        yield
+        for root in roots:
+            root.eval()
+        with kept_store() if guide is None else nullcontext():
+            yield
     finally:
-        for module, mode in zip(modules, modes):
+        for module, mode in modes.items():
             module.training = mode
-        for name in set(store.keys()) - known if guide is None else ():
-            del store[name]

@@ -29,6 +29,8 @@ from torch.distributions import (
 from pyro_nami.factors.wrappers import innermost, without
 from pyro_nami.inference.site_messages import (
     OutsideSupport,
+    Sites,
+    Values,
     check_declared,
     check_latents,
     log_density,
@@ -61,11 +63,11 @@ class Point(NamedTuple):
         likelihood: the log densities of all other sites, factors included.
     """
 
-    values: dict[str, Tensor]
-    unconstrained: dict[str, Tensor]
-    prior: dict[str, Tensor]
-    log_jacobian: dict[str, Tensor]
-    likelihood: dict[str, Tensor]
+    values: Values
+    unconstrained: Values
+    prior: Values
+    log_jacobian: Values
+    likelihood: Values
 
 
 class PathValue(NamedTuple):
@@ -128,31 +130,31 @@ class TemperedPath:
         runner = Runner(self.extent.data, choose=choose)
         return self.point(self.target.run_model(self.extent, runner), unconstrained)
 
-    def point(
-        self, sites: Mapping[str, Any], unconstrained: Mapping[str, Tensor] | None = None
-    ) -> Point:
+    def point(self, sites: Sites, unconstrained: Values | None = None) -> Point:
         """Returns the point of a run's sites, whose unconstrained values are computed where they are not given."""
-        point = Point({}, dict(unconstrained or {}), {}, {}, {})
-        likelihood = {}
-        for name, site in sites.items():
-            if name in self.shapes:
-                transform, prior = self._bijection(site), without(site["fn"], MaskedDistribution)
-                value = point.values[name] = site["value"]
-                # A masked latent follows its prior, which integrates to one.
-                point.prior[name] = log_density(site, prior)
-                if unconstrained is None:
-                    point.unconstrained[name] = transform.inv(value)
-                point.log_jacobian[name] = transform.log_abs_det_jacobian(
-                    point.unconstrained[name], value
-                )
-            elif site["mask"] is not False and not site["infer"].get("_deterministic"):
-                likelihood[name] = site
-        point.likelihood.update(log_densities(likelihood))
-        return point._replace(
-            prior=per_draw(point.prior, self.extent),
-            log_jacobian=per_draw(point.log_jacobian, self.extent),
-            likelihood=per_draw(point.likelihood, self.extent),
-        )
+        latents = {name: site for name, site in sites.items() if name in self.shapes}
+        values = {name: site["value"] for name, site in latents.items()}
+        transforms = {name: self._bijection(site) for name, site in latents.items()}
+        if unconstrained is None:
+            unconstrained = {name: transforms[name].inv(value) for name, value in values.items()}
+        # A masked latent follows its prior, which integrates to one.
+        prior = {
+            name: log_density(site, without(site["fn"], MaskedDistribution))
+            for name, site in latents.items()
+        }
+        log_jacobian = {
+            name: transforms[name].log_abs_det_jacobian(unconstrained[name], value)
+            for name, value in values.items()
+        }
+        others = {
+            name: site
+            for name, site in sites.items()
+            if name not in latents
+            and site["mask"] is not False
+            and not site["infer"].get("_deterministic")
+        }
+        densities = prior, log_jacobian, log_densities(others)
+        return Point(values, unconstrained, *(per_draw(part, self.extent) for part in densities))
 
     def _bijection(self, site: Any) -> Transform:
         """Returns the transform from real space to the support of a latent."""
@@ -197,13 +199,11 @@ class Start:
     """
 
     target: Target
-    latents: Mapping[str, Any]
-    given: Mapping[str, Tensor] | None
+    latents: Sites
+    given: Values | None
 
     @classmethod
-    def of(
-        cls, target: Target, observations: Mapping[str, Any], given: Mapping[str, Tensor] | None
-    ) -> Start:
+    def of(cls, target: Target, observations: Mapping[str, Any], given: Values | None) -> Start:
         """Returns the start of a model with observed values, from one run without batch dims, which is checked."""
         target, sites = target.observing(observations)
         latents = {name: site for name, site in sites.items() if _is_latent(site, observations)}
@@ -266,7 +266,7 @@ class Start:
         ]
         return path, torch.cat(parts, -1)
 
-    def _run(self, num_chains: int, rows: slice) -> tuple[TemperedPath, dict[str, Any]]:
+    def _run(self, num_chains: int, rows: slice) -> tuple[TemperedPath, Sites]:
         """Returns the path for some data sets, and the sites of a run of the model at its start."""
         extent = self.target.extent(num_chains, rows)
 
@@ -288,7 +288,7 @@ class Start:
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             return in_one_line(error)
 
-        def alone_at(index: Any) -> dict[str, Tensor]:
+        def alone_at(index: Any) -> Values:
             one = self.target.one(rows.start + index[1])
             values = {
                 name: sites[name]["value"][index].reshape(site["fn"].shape())
@@ -301,18 +301,19 @@ class Start:
         name = differing_site(log_densities(sites), ends, alone_at)
         return name and f"site '{name}' has another log density in a run of its own"
 
-    def _values(self, extent: Extent, rows: slice) -> dict[str, Tensor]:
+    def _values(self, extent: Extent, rows: slice) -> Values:
         """Returns the latents' first values, with all plate dims; none where the model is to draw them."""
         if self.given is not None:
-            values = {n: value for n, value in self.given.items() if n in self.latents}
-            single = self.target.data.num is None
-            for name, value in values.items():
-                values[name] = value.unsqueeze(1) if single else value[:, rows]
-        elif self.target.guide is None:
-            return {}
+            single, whose = self.target.data.num is None, "given draws"
+            values = {
+                name: value.unsqueeze(1) if single else value[:, rows]
+                for name, value in self.given.items()
+                if name in self.latents
+            }
+        elif self.target.guide is not None:
+            values, whose = self._guide_draws(extent), "a guide with a density"
         else:
-            values = self._guide_draws(extent)
-        whose = "a guide with a density" if self.given is None else "given draws"
+            return {}
         check_latents(whose, values, self.latents)
         return {
             name: with_idle_dims(values[name], site, self.target.nesting, 2)
@@ -369,7 +370,7 @@ def _bijection(site: Any) -> Transform:
         ) from error
 
 
-def _check_latents(latents: Mapping[str, Any], guide: Callable | None) -> None:
+def _check_latents(latents: Sites, guide: Callable | None) -> None:
     if not latents:
         raise ValueError(
             "Expected a model with latent sites; it has none. Its log density is its log evidence."

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.annealing.tempering import PathValue, TemperedPath
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.inference.weighted_samples import (
     WeightedSamples,
     log_mean,
@@ -144,7 +145,7 @@ class Reached(NamedTuple):
     variance: Tensor
 
 
-def chains_from(draws: WeightedSamples, num_chains: int) -> tuple[dict[str, Tensor], Reached]:
+def chains_from(draws: WeightedSamples, num_chains: int) -> tuple[Values, Reached]:
     """Draws chains by weights of the highest temperature that leaves as many effective."""
     ratio = draws.log_weights
     zeros, share = torch.zeros_like(ratio), num_chains / draws.num_samples

@@ -33,8 +33,9 @@ from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.scaled_coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import with_drawn_data
+from pyro_nami.inference.site_messages import Sites, Values
 from pyro_nami.inference.target import Extent, Target, bind, in_one_line
-from pyro_nami.messages import aligned
+from pyro_nami.messages import aligned, check_counts
 from pyro_nami.program.runner import Runner, takes_observations
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class Calibration:
         absent: latents of the model that the guide does not draw; they have no ranks.
     """
 
-    ranks: Mapping[str, Tensor]
-    joint: Mapping[str, Tensor]
+    ranks: Values
+    joint: Values
     num_draws: int
     level: float = 0.01
     skipped: int = 0
@@ -95,7 +96,7 @@ class Calibration:
         """Whether every site and joint test is calibrated. A right guide passes with a probability of 1 - level."""
         return not self.failed
 
-    def coverage(self, levels: Sequence[float]) -> dict[str, Tensor]:
+    def coverage(self, levels: Sequence[float]) -> Values:
         """Returns site -> share of true values inside the guide's central intervals of given probabilities.
 
         Args:
@@ -227,7 +228,7 @@ def calibrate(
         progress: whether to show a progress bar where this takes more than a second.
 
     Raises:
-        ValueError: a number is not positive; the guide draws no latent of the model, or not under plates; more than
+        ValueError: a number below 1; the guide draws no latent of the model, or not under plates; more than
             95% of the simulations hold NaN or infinite values; the guide runs a model that takes one draw at a time.
         TypeError: the guide does not take ``observations``.
 
@@ -237,9 +238,8 @@ def calibrate(
     """
     posterior = guide if isinstance(guide, AmortizedPosterior) else None
     guide, args, kwargs = guide_and_arguments(guide, args, kwargs)
-    _check_options(
-        guide, level, num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size
-    )
+    check_counts(num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size)
+    _check_options(guide, level)
     with seeded(seed):
         names = observed_names(observed, guide)
         model = with_drawn_data(model, args, kwargs, names)
@@ -247,7 +247,8 @@ def calibrate(
         bind(guide, simulator.model)
         truth, skipped = finite_draws(simulator, num_datasets)
         ranks = _ranks_of_all(simulator, guide, posterior, truth, num_draws, chunk_size, progress)
-    joint = {name: ranks.pop(name) for name in (JOINT_DENSITY, JOINT_TARP) if name in ranks}
+    joint = {name: ranks[name] for name in (JOINT_DENSITY, JOINT_TARP) if name in ranks}
+    ranks = {name: ranks[name] for name in truth.latents if name in ranks}
     absent = tuple(name for name in truth.latents if name not in ranks)
     return Calibration(ranks, joint, num_draws, level, skipped, absent)
 
@@ -260,7 +261,7 @@ def _ranks_of_all(
     num_draws: int,
     chunk_size: int | None,
     progress: bool,
-) -> dict[str, Tensor]:
+) -> Values:
     """Returns the ranks of the latents ``(data sets, *site shape)`` and of the joint tests ``(data sets,)``."""
     forms = site_forms(simulator)
     coordinates = Coordinates(truth.latents, forms)
@@ -301,10 +302,7 @@ def _ranks_of_all(
     }
 
 
-def _check_options(guide: Callable, level: float, **counts: int | None) -> None:
-    for option, number in counts.items():
-        if number is not None and not (isinstance(number, int) and number > 0):
-            raise ValueError(f"Expected {option} to be a positive integer; got {number!r}.")
+def _check_options(guide: Callable, level: float) -> None:
     if not 0 < level < 1:
         raise ValueError(f"Expected level between 0 and 1; got {level}.")
     if not takes_observations(guide, is_guide=True):
@@ -317,11 +315,11 @@ def _check_options(guide: Callable, level: float, **counts: int | None) -> None:
 def _joint_ranks(
     target: Target,
     extent: Extent,
-    draws: Mapping[str, Tensor],
+    draws: Values,
     truth: JointDraws,
     coordinates: Coordinates,
     points: Tensor,
-) -> dict[str, Tensor]:
+) -> Values:
     """Returns the ranks of all latents together, on some data sets, by TARP and, if it has one, the guide's density."""
     drawn = (coordinates(draws, 2) - points).square().sum(-1)
     true = (coordinates(truth.latents) - points).square().sum(-1)
@@ -338,9 +336,7 @@ def _num_weighted(num_draws: int) -> int:
     return max(1000, 10 * num_draws)
 
 
-def _posterior_draws(
-    posterior: AmortizedPosterior, num_draws: int, truth: JointDraws
-) -> dict[str, Tensor]:
+def _posterior_draws(posterior: AmortizedPosterior, num_draws: int, truth: JointDraws) -> Values:
     """Returns draws of the latents, resampled from weighted ones, ``(num_draws, data sets, *plates, *event)``."""
     with warnings.catch_warnings():
         # of some data sets, by chance; the verdict tells of the others
@@ -354,7 +350,7 @@ def _posterior_draws(
     }
 
 
-def _guide_draws(sites: Mapping[str, Any], num_draws: int, truth: JointDraws) -> dict[str, Tensor]:
+def _guide_draws(sites: Sites, num_draws: int, truth: JointDraws) -> Values:
     """Returns draws of the latents that the guide has, ``(num_draws, data sets, *plates, *event)``."""
     draws = {}
     for name, true in truth.latents.items():
@@ -385,9 +381,7 @@ def _ranks(draws: Tensor, truth: Tensor, name: str) -> Tensor:
     return (draws < truth).sum(0) + (chance * (ties + 1)).long()
 
 
-def _reference_points(
-    data: Mapping[str, Tensor], forms: Mapping[str, SiteForm], latents: Tensor
-) -> Tensor:
+def _reference_points(data: Values, forms: Mapping[str, SiteForm], latents: Tensor) -> Tensor:
     """Returns a random linear function of each data set, ``(data sets, coordinates)`` as ``latents`` are.
 
     TARP holds for any reference points that do not depend on the true latents.

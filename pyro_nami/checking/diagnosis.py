@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from pyro_nami.amortize.improvement import weighted
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.checking.calibration import Calibration, calibrate, listed
-from pyro_nami.checking.misspecification import Misspecification, compare, observed_data
+from pyro_nami.checking.misspecification import Misspecification, compare
 from pyro_nami.checking.plots import draw_histogram, draw_losses, draw_ranks, plot_all
 from pyro_nami.checking.simulations import guide_and_arguments, seeded
 from pyro_nami.inference.history import History
+from pyro_nami.inference.importance import weighted_draws
 from pyro_nami.inference.observations import as_mapping, observed_names
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel
@@ -230,7 +230,7 @@ def diagnose(
     names = observed_names(observed, proposal, given)
     with seeded(seed):
         simulator = Simulator(model, args, kwargs, names)
-        data = {**observed_data(simulator), **given}
+        data = {**simulator.data, **given}
         compared = compare(simulator, data) if data.keys() >= set(simulator.observed) else None
         options: dict[str, Any] = {"num_datasets": num_datasets, "num_draws": num_draws}
         options |= {"observed": names, "progress": progress, **kwargs}
@@ -250,5 +250,5 @@ def _importance(
     # calibrate has judged how many are not finite
     data = simulator.draw(num_datasets).finite()[0].observed
     target = Target(simulator.program, guide)
-    drawn = weighted(target, data, num_samples)
+    drawn = weighted_draws(target, data, num_samples)
     return drawn.effective_sample_size, drawn.pareto_k

@@ -5,23 +5,17 @@ Distances are those of `pyro_nami.amortize.data_distance`.
 
 from __future__ import annotations
 
-__all__ = ["Misspecification", "compare", "misspecification", "observed_data"]
+__all__ = ["Misspecification", "compare", "misspecification"]
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import pyro
-import torch
-from torch import Tensor
-
 from pyro_nami.amortize.data_distance import ADVICE, Misspecification, SimulatedData
 from pyro_nami.checking.simulations import finite_draws, seeded
-from pyro_nami.inference.observations import as_mapping, as_tensor, observed_names
-from pyro_nami.inference.scaled_coordinates import SiteForm, site_forms
+from pyro_nami.inference.observations import Observations, as_mapping, observed_names
+from pyro_nami.inference.scaled_coordinates import site_forms
 from pyro_nami.inference.simulate import Simulator
-from pyro_nami.inference.target import Extent
 from pyro_nami.messages import warn
-from pyro_nami.program.runner import Runner
 
 
 def misspecification(
@@ -61,17 +55,10 @@ def misspecification(
     given = as_mapping(observations)
     with seeded(seed):
         simulator = Simulator(model, args, kwargs, observed_names(observed, observations=given))
-        result = compare(simulator, {**observed_data(simulator), **given}, num_datasets, level)
+        result = compare(simulator, {**simulator.data, **given}, num_datasets, level)
     if not result.passed:
         warn(f"{result} {ADVICE}")
     return result
-
-
-def observed_data(simulator: Simulator) -> dict[str, Tensor]:
-    """Returns the values that a model observes itself, without those that it samples."""
-    with torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
-        sites = simulator.target.run_model(Extent(), Runner({}))
-    return {name: sites[name]["value"] for name in simulator.observed if sites[name]["is_observed"]}
 
 
 def compare(
@@ -80,26 +67,19 @@ def compare(
     """Returns how far data, a value for every observed site, lie outside a model's simulations."""
     forms = site_forms(simulator)
     simulated = finite_draws(simulator, num_datasets)[0].observed
-    own = {name: _as_batch(name, data, forms[name], value) for name, value in simulated.items()}
+    own = {}
+    for name, like in simulated.items():
+        if data.get(name) is None:
+            raise ValueError(
+                f"Expected data of every observed site; got none for '{name}'. Pass it in observations=."
+            )
+        given = Observations({name: data[name]}, simulator.single, simulator.nesting)
+        if given.num not in (None, 1):
+            raise ValueError(f"Expected one data set; got {given.num} at site '{name}'.")
+        value = given.one()[name]
+        if not value.isfinite().all():
+            raise ValueError(
+                f"Expected data without NaN and infinite values; got some at site '{name}'."
+            )
+        own[name] = value.to(like.dtype).reshape(1, *like.shape[1:])
     return SimulatedData(simulated, forms).judged(own, level)
-
-
-def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) -> Tensor:
-    """Returns a site's data ``(1, *plates, *event)``, with the dtype and dims of simulations ``like``."""
-    if data.get(name) is None:
-        raise ValueError(
-            f"Expected data of every observed site; got none for '{name}'. Pass it in observations=."
-        )
-    value = as_tensor(name, data[name], like)
-    if (
-        value.numel() != form.shape.numel()
-        or value.shape[value.dim() - len(form.shape) :] != form.shape
-    ):
-        raise ValueError(
-            f"Expected data of site '{name}' of shape {tuple(form.shape)}; got {tuple(value.shape)}."
-        )
-    if not value.isfinite().all():
-        raise ValueError(
-            f"Expected data without NaN and infinite values; got some at site '{name}'."
-        )
-    return value.to(like.dtype).reshape(1, *like.shape[1:])

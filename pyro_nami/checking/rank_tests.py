@@ -150,7 +150,11 @@ class EcdfTest:
     @cached_property
     def _tails(self) -> tuple[Array, Array]:
         """P(X_k <= x) and P(X_k >= x), each ``(cells - 1, num + 1)``."""
-        return _binomial_tails(self.num, self.levels)
+        table, x = _log_factorials(self.num), np.arange(self.num + 1)
+        z = self.levels[:, None]
+        log_pmf = table[-1] - table - table[::-1] + x * np.log(z) + x[::-1] * np.log1p(-z)
+        pmf = np.exp(log_pmf)
+        return pmf.cumsum(1), pmf[:, ::-1].cumsum(1)[:, ::-1]
 
     def sums(self, counts: Counts) -> Counts:
         """Returns the counts up to each cell but the last, ``(elements, cells)`` to ``(elements, cells - 1)``."""
@@ -250,14 +254,6 @@ def _location_and_spread(counts: Counts) -> tuple[float, float]:
 
 def _log_factorials(num: int) -> Array:
     return np.concatenate([[0.0], np.log(np.arange(1, num + 1)).cumsum()])
-
-
-def _binomial_tails(num: int, probabilities: Array) -> tuple[Array, Array]:
-    """P(X <= x) and P(X >= x) for x from 0 to ``num``, each ``(probabilities, num + 1)``; all inside (0, 1)."""
-    table, x = _log_factorials(num), np.arange(num + 1)
-    z = probabilities[:, None]
-    pmf = np.exp(table[-1] - table - table[::-1] + x * np.log(z) + (num - x) * np.log1p(-z))
-    return pmf.cumsum(1), pmf[:, ::-1].cumsum(1)[:, ::-1]
 
 
 def _above(threshold: float, below: Array, above: Array) -> tuple[Counts, Counts]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
@@ -11,23 +12,15 @@ from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.processes import Processes
-from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.program.isolation import forked_rng, rng_state, seed_rng, set_rng_state
 
-__all__ = ["ArgumentsAt", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
+__all__ = ["ArgumentsAt", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
 HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
 
 Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
 ArgumentsAt = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
-
-
-class Batch(NamedTuple):
-    """Simulations, and the model's arguments that they were made at."""
-
-    args: tuple
-    kwargs: dict[str, Any]
-    draws: JointDraws
 
 
 class Simulations(NamedTuple):
@@ -41,16 +34,16 @@ class Simulations(NamedTuple):
         """Returns the number of simulations in a step."""
         return self.batch_size(step) if callable(self.batch_size) else self.batch_size
 
-    def at_start(self) -> Simulator:
-        """Returns the simulator at the arguments of the first step."""
-        args, kwargs = self.arguments(0)
+    def at(self, step: int) -> Simulator:
+        """Returns the simulator at the arguments of a step."""
+        args, kwargs = self.arguments(step)
         return self.simulator.at(*args, **kwargs)
 
     def fresh(self, step: int, size: int | None = None) -> Batch:
         """Returns the batch of a step, with Pyro's random numbers."""
-        args, kwargs = self.arguments(step)
-        draws = self.simulator.at(*args, **kwargs).draw(size or self.size(step), keep_sites=True)
-        return Batch(args, kwargs, draws)
+        simulator = self.at(step)
+        draws = simulator.draw(size or self.size(step), keep_sites=True)
+        return Batch(simulator.program.args, simulator.program.kwargs, draws)
 
     def total(self, num: int) -> Iterator[Batch]:
         """Yields ``num`` simulations in batches."""
@@ -193,13 +186,15 @@ def as_draws(values: Any, simulator: Simulator) -> JointDraws:
     sites, in model order. They get the model's dtypes and devices, and dims of size 1 for plates that a site is not in.
     """
     names = (*simulator.latent, *simulator.observed)
-    values = values.tensors if isinstance(values, TensorDataset) else values
-    if isinstance(values, JointDraws):
-        values = values.latents, values.observed
-    if isinstance(values, (tuple, list)) and all(isinstance(part, Mapping) for part in values):
-        values = {name: value for part in values for name, value in part.items()}
-    elif isinstance(values, (tuple, list)) and len(values) == len(names):
-        values = dict(zip(names, values))
+    if isinstance(values, TensorDataset):
+        values = values.tensors
+    elif isinstance(values, JointDraws):
+        values = values[:2]
+    if isinstance(values, (tuple, list)):
+        if all(isinstance(part, Mapping) for part in values):
+            values = ChainMap(*values)
+        elif len(values) == len(names):
+            values = dict(zip(names, values))
     if not isinstance(values, Mapping):
         raise TypeError(
             f"Expected simulations as JointDraws, or as tensors of {', '.join(map(repr, names))} in a mapping or in "

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from pyro_nami.inference.site_messages import Values
 
 __all__ = [
     "check_structure",
@@ -63,7 +64,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 # ---- structure
 
 
-def structure_of(guide: Callable, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+def structure_of(guide: Callable, parameters: Values) -> dict[str, str]:
     """Returns a guide's structure in words, per site and per parameter; weights fit guides of the same structure.
 
     Sites are those of a guide with ``bayesnet`` and ``inverse``; others have parameters alone. Plate sizes may vary.

@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from pyro_nami.inference.batches import (
     ArgumentsAt,
-    Batch,
     Simulations,
     Stream,
     are_all,
@@ -29,7 +28,7 @@ from pyro_nami.inference.history import History
 from pyro_nami.inference.latent_moves import LatentMoves
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.optimizers import optimization_of
-from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference.simulate import Batch, Simulator
 from pyro_nami.inference.target import bind
 from pyro_nami.inference.trackers import Tracker, callback
 from pyro_nami.inference.trainer import Trainer
@@ -175,7 +174,7 @@ class InferenceCompilation:
         ahead = range(len(trainer.history.losses), steps)
         renew = None
         if refresh:
-            renew = LatentMoves(simulations.at_start(), self.guide, refresh)
+            renew = LatentMoves(simulations.at(0), self.guide, refresh)
         stream = stream_of(simulations, ahead, data, place, trainer.processes, renew)
         first = trainer.processes.first
         log = callback(tracker if first else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from pyro_nami.inference.observations import Observations, as_mapping
 from pyro_nami.inference.site_messages import (
+    Sites,
+    Values,
     plate_names,
     plate_nesting,
     with_idle_dims,
@@ -36,16 +38,15 @@ from pyro_nami.inference.target import (
 from pyro_nami.inference.weighted_samples import WeightedSamples, warn_of_bad
 from pyro_nami.messages import OneByOne, check_counts, warn
 from pyro_nami.program.first_run import is_delta
-from pyro_nami.program.isolation import forked_rng, rng_state, set_rng_state
+from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
-__all__ = ["Proposal", "importance_sample"]
+__all__ = ["Proposal", "importance_sample", "weighted_draws"]
 
 
-@torch.no_grad()
 def importance_sample(
     model: Callable,
     guide: Callable,
@@ -96,16 +97,22 @@ def importance_sample(
         >>> importance_sample(model, guide, num_samples=100).log_evidence
         tensor(-2.2655)
     """
-    check_counts(num_samples=num_samples, chunk_size=chunk_size)
     target = Target(Program(model, args, kwargs), guide, prior_share=defensive)
-    ours = max(1, math.floor((1 - defensive) * num_samples))
-    target = replace(target, prior_share=1 - ours / num_samples)
-    proposal = Proposal.of(target, as_mapping(observations))
-    result = proposal.draw(
-        ours, num_samples - ours, chunk_size or rows_in_memory(proposal.elements)
-    )
+    result = weighted_draws(target, as_mapping(observations), num_samples, chunk_size)
     warn_of_bad(result)
     return result
+
+
+@torch.no_grad()
+def weighted_draws(
+    target: Target, observations: Mapping[str, Any], num: int, chunk_size: int | None = None
+) -> WeightedSamples:
+    """Returns weighted draws of a guide, and of the prior by its share, given observed values."""
+    check_counts(num_samples=num, chunk_size=chunk_size)
+    ours = max(1, math.floor((1 - target.prior_share) * num))
+    target = replace(target, prior_share=1 - ours / num)
+    proposal = Proposal.of(target, observations)
+    return proposal.draw(ours, num - ours, chunk_size or rows_in_memory(proposal.elements))
 
 
 CHECK = "Check the site's parameters and the data that it sees."
@@ -119,20 +126,16 @@ class Weighed(NamedTuple):
     """The sites of a run of the guide and of a run of the model at the guide's values, with log densities."""
 
     extent: Extent
-    guide: dict[str, Any]
-    model: dict[str, Any]
-    log_q: dict[str, Tensor]
-    log_p: dict[str, Tensor]
-
-
-# Runs guide and model of a target for an extent, at given values of latents; see `_weighed`.
-Weigh = Callable[[Target, Extent, Mapping[str, Tensor]], Weighed]
+    guide: Sites
+    model: Sites
+    log_q: Values
+    log_p: Values
 
 
 class _Draws(NamedTuple):
     """Draws ``(draws, *data sets, *site shape)``, their log weights ``(draws, *data sets)``, and why some are NaN."""
 
-    values: dict[str, Tensor]
+    values: Values
     log_weights: Tensor
     fault: str
 
@@ -150,7 +153,7 @@ class Proposal:
         """Returns the proposal of a target, on observed values; raises where guide and model do not fit."""
         if observations:
             target, _ = target.observing(observations)
-        single = _weighed_run(target, target.one())
+        single = _weighed(target, target.one())
         nesting = max(plate_nesting(sites.values()) for sites in (single.guide, single.model))
         return cls(replace(target, nesting=nesting), single, _matched_latents(single))
 
@@ -180,10 +183,11 @@ class Proposal:
             target, reason = run_for_many(self.target, self._fault)
         if reason is not None:
             warn(_LOOP.format(reason), OneByOne)
-        proposal, chunks = replace(self, target=target), []
-        for weigh, num in ((_weighed, from_guide), (self._weighed_prior, from_prior)):
+        proposal = replace(self, target=target)
+        make = proposal._chunk if reason is None else proposal._one_by_one
+        chunks = []
+        for weigh, num in ((_weighed, from_guide), (proposal._weighed_prior, from_prior)):
             for done in range(0, num, size):
-                make = proposal._chunk if reason is None else proposal._one_by_one
                 chunks.append(make(min(size, num - done), weigh))
         values = {
             name: torch.cat([chunk.values[name] for chunk in chunks]) for name in self.latents
@@ -200,7 +204,7 @@ class Proposal:
 
     def at_once(self, num: int) -> _Draws:
         """Returns draws of one run for all; weights may be NaN."""
-        return self._draws(_weighed_run(self.target, self.target.extent(num)), checked=False)
+        return self._draws(_weighed(self.target, self.target.extent(num)), checked=False)
 
     def difference(self, num: int) -> str | None:
         """Returns where a run for some draws differs from runs for its first and last one; None if nowhere.
@@ -208,14 +212,14 @@ class Proposal:
         Draws that the model has no density for say nothing. Near the edge of a support the value of a draw may not tell
         the density that it was made with. So a difference has to show in a run at the values of the draws as well.
         """
-        run = _weighed_run(self.target, self.target.extent(num))
+        run = _weighed(self.target, self.target.extent(num))
         self._draws(run)
         reason = self._differing(run)
         if reason is not None:
-            reason = self._differing(_weighed_run(self.target, run.extent, _drawn(run)))
+            reason = self._differing(_weighed(self.target, run.extent, _drawn(run)))
         return reason
 
-    def log_weights(self, values: Mapping[str, Tensor]) -> Tensor:
+    def log_weights(self, values: Values) -> Tensor:
         """Returns the log weights of given latents ``(draws, *data sets, *site shape)``, as those of draws."""
         extent = self.target.extent(len(values[self.latents[0]]))
         nesting, dims = self.target.nesting, len(extent.sizes)
@@ -234,33 +238,29 @@ class Proposal:
             return None
         except torch.OutOfMemoryError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever a model does with batch dims that it was not written for
+        except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             return in_one_line(error)
 
-    def _chunk(self, num: int, weigh: Weigh) -> _Draws:
-        return self._draws(_weighed_run(self.target, self.target.extent(num), weigh=weigh))
+    def _chunk(self, num: int, weigh: Callable[..., Weighed]) -> _Draws:
+        return self._draws(weigh(self.target, self.target.extent(num)))
 
-    def _one_by_one(self, num: int, weigh: Weigh) -> _Draws:
+    def _one_by_one(self, num: int, weigh: Callable[..., Weighed]) -> _Draws:
         sizes = (num,) if self.target.data.num is None else (num, self.target.data.num)
         draws = [
-            self._draws(_weighed_run(self.target, self.target.one(index[-1]), weigh=weigh))
+            self._draws(weigh(self.target, self.target.one(index[-1])))
             for index in itertools.product(*map(range, sizes))
         ]
         values, log_weights, faults = zip(*draws)
+        latents = {
+            name: torch.stack([value[name] for value in values]).unflatten(0, sizes)
+            for name in self.latents
+        }
+        return _Draws(latents, torch.stack(log_weights).unflatten(0, sizes), max(faults))
 
-        def stacked(parts: Iterable[Tensor]) -> Tensor:
-            return torch.stack(tuple(parts)).unflatten(0, sizes)
-
-        latents = {name: stacked(value[name] for value in values) for name in self.latents}
-        return _Draws(latents, stacked(log_weights), max(faults))
-
-    def _weighed_prior(
-        self, target: Target, extent: Extent, values: Mapping[str, Tensor]
-    ) -> Weighed:
+    @pyro.validation_enabled(False)
+    def _weighed_prior(self, target: Target, extent: Extent) -> Weighed:
         """Runs the model at its own draws, and tells the guide's density there."""
-        sites = target.run_model(extent, Runner({**values, **extent.data}))
+        sites = target.run_model(extent, Runner(extent.data))
         log_q = target.guide_log_prob(extent, {name: _whole(sites[name]) for name in self.latents})
         log_q = torch.where(log_q.isnan(), -torch.inf, log_q)  # far out, where it draws nothing
         return Weighed(extent, {}, sites, {"all latents": log_q}, log_densities(sites))
@@ -282,20 +282,20 @@ class Proposal:
         """Returns a log density of the first or last good draw that differs in a run of its own; None if none does."""
         drawn = _drawn(run)
 
-        def alone_at(index: Any) -> dict[str, Tensor]:
+        def alone_at(index: Any) -> Values:
             values = {
                 name: value[index].reshape(self.single.guide[name]["fn"].shape())
                 for name, value in drawn.items()
             }
-            return _by_role(_weighed_run(self.target, self.target.one(index[-1]), values))
+            return _by_role(_weighed(self.target, self.target.one(index[-1]), values))
 
-        good = (~_lost_draws(run)).nonzero()
+        good = (~_summed(run.log_p, run.extent).isnan()).nonzero()
         ends = map(tuple, good[[0, -1]].tolist() if len(good) else ())
         wrong = differing_site(_by_role(run), ends, alone_at)
         return wrong and f"{wrong} differs from that in a single run"
 
 
-def _summed(log_probs: Mapping[str, Tensor], extent: Extent) -> Tensor:
+def _summed(log_probs: Values, extent: Extent) -> Tensor:
     total: Any = sum(per_draw(log_probs, extent).values())
     return total
 
@@ -304,46 +304,11 @@ def _whole(site: Any) -> Tensor:
     return site["value"].expand(site["fn"].shape())
 
 
-def _weighed_run(
-    target: Target,
-    extent: Extent,
-    values: Mapping[str, Tensor] | None = None,
-    weigh: Weigh | None = None,
-) -> Weighed:
-    """Runs the guide, at its own draws or at given values, and the model at the guide's; or runs ``weigh``.
-
-    Where distributions refuse some draws, the run is repeated without validation, and the model's log density is NaN
-    or minus infinity there.
-
-    Raises:
-        BadDensity: a distribution refuses NaN of the guide.
-    """
-    weigh, state = weigh or _weighed, rng_state()
-    try:
-        return weigh(target, extent, values or {})
-    except ValueError as error:
-        # Only the global switch keeps distributions that a model makes from refusing NaN. Without validation the run
-        # reaches a log density, which has a site to name.
-        with pyro.validation_enabled(False):
-            try:
-                set_rng_state(state)  # draws the refused values again
-                run = weigh(target, extent, values or {})
-                _fault_of(run)
-            except BadDensity as bad:
-                raise bad from error
-            except Exception:  # the same error, or one that it causes
-                raise error from None
-    return run
-
-
-def _lost_draws(run: Weighed) -> Tensor:
-    """Returns the draws at which the model's log density is NaN."""
-    flags = {name: part.isnan() for name, part in run.log_p.items()}
-    return torch.stack([count > 0 for count in per_draw(flags, run.extent).values()]).any(0)
-
-
-def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Weighed:
-    guide = target.run_guide(extent, Runner(values))
+# Where distributions refuse draws, the model's log density is NaN or minus infinity, so that a weight tells.
+@pyro.validation_enabled(False)
+def _weighed(target: Target, extent: Extent, values: Values | None = None) -> Weighed:
+    """Runs the guide, at its own draws or at given values, and the model at the guide's."""
+    guide = target.run_guide(extent, Runner(values or {}))
     # What the guide observes is no part of its density, but what it weights by a factor is.
     guide = {
         name: site
@@ -377,12 +342,12 @@ def _fault_of(run: Weighed) -> str:
     return fault
 
 
-def _drawn(run: Weighed) -> dict[str, Tensor]:
+def _drawn(run: Weighed) -> Values:
     """Returns the values of all sites that the guide draws."""
     return {name: _whole(site) for name, site in run.guide.items() if not site["is_observed"]}
 
 
-def _by_role(run: Weighed) -> dict[str, Tensor]:
+def _by_role(run: Weighed) -> Values:
     """Returns the log densities of a run's sites, by names that tell guide and model apart."""
     roles = {"guide": run.log_q, "model": run.log_p}
     return {

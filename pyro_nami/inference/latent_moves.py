@@ -29,8 +29,11 @@ from torch import Tensor
 from pyro_nami.inference.cost import elements_of_a_draw
 from pyro_nami.inference.importance import Proposal
 from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.inference.target import Target
+from pyro_nami.inference.weighted_samples import over
 from pyro_nami.program.isolation import bounded_indices, forked_rng
+from pyro_nami.program.many_draws import FEWEST_DRAWS
 from pyro_nami.program.masks import is_masked
 from pyro_nami.program.memory import rows_in_memory
 
@@ -90,7 +93,7 @@ class LatentMoves:
         """
         state = self._state if state is None else state
         if self._proposal is None and state.setdefault("simulated", True):
-            few = draws.select(torch.arange(min(3, draws.num))).to(self.simulator.device)
+            few = next(draws.in_batches(FEWEST_DRAWS)).to(self.simulator.device)
             with forked_rng(), bounded_indices(), pyro.validation_enabled(False):
                 self._proposal = self._checked(few, state)
         if self._proposal is None:
@@ -115,19 +118,16 @@ class LatentMoves:
         target = Target(self.simulator.program, self.guide)
         try:
             proposal = Proposal.of(target, few.observed)
-            if not all(map(_is_simulated, proposal.single.model.values())):
-                state["simulated"] = False
-            elif proposal.difference(2) is None:
-                state.setdefault("period", math.ceil(elements_of_a_draw(proposal) / WORK))
-                state.setdefault("calls", 0)
-                return proposal
+            state["simulated"] = all(map(_is_simulated, proposal.single.model.values()))
+            if not state["simulated"] or proposal.difference(2) is not None:
+                return None
+            state.setdefault("period", math.ceil(elements_of_a_draw(proposal) / WORK))
         except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
-            pass
-        return None
+            return None
+        state.setdefault("calls", 0)
+        return proposal
 
-    def _chain(
-        self, proposal: Proposal, draws: JointDraws, at_once: int
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    def _chain(self, proposal: Proposal, draws: JointDraws, at_once: int) -> tuple[Values, Tensor]:
         """Returns the latents after steps of the chain, and which of the draws moved; none if the model fails.
 
         Args:
@@ -136,16 +136,16 @@ class LatentMoves:
             at_once: draws of the guide in one run.
         """
         draws = draws.to(self.simulator.device)
-        latents, moved = draws.latents, torch.zeros(draws.num, dtype=torch.bool, device="cpu")
+        moved = torch.zeros(draws.num, dtype=torch.bool, device=self.simulator.device)
         try:
             proposal = proposal.on(draws.observed)
             now = {
-                name: latents[name].reshape((draws.num,) + shape)
+                name: draws.latents[name].reshape((draws.num,) + shape)
                 for name, shape in proposal.shapes.items()
             }
             weights = proposal.log_weights({name: value[None] for name, value in now.items()})[0]
             # A draw whose density underflows was drawn all the same.
-            weights = weights.nan_to_num(nan=-math.inf).clamp(min=torch.finfo(weights.dtype).min)
+            weights = weights.nan_to_num(nan=torch.finfo(weights.dtype).min)
             for i in range(self.num):
                 if i % at_once == 0:
                     new = proposal.at_once(at_once)
@@ -154,17 +154,16 @@ class LatentMoves:
                 accepted &= proposed.isfinite()
                 weights = torch.where(accepted, proposed, weights)
                 for name, value in now.items():
-                    wide = accepted.reshape((-1,) + (1,) * (value.dim() - 1))
-                    now[name] = torch.where(wide, new.values[name][i % at_once], value)
-                latents = {name: value.reshape(latents[name].shape) for name, value in now.items()}
-                moved = accepted.cpu() | moved
+                    there = new.values[name][i % at_once]
+                    now[name] = torch.where(over(accepted, value), there, value)
+                moved |= accepted
                 if not WORTH <= moved.double().mean() <= 1 - WORTH:
                     break
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError):
-            pass
-        return latents, moved
+            return draws.latents, torch.zeros_like(moved)
+        return {n: value.reshape(draws.latents[n].shape) for n, value in now.items()}, moved
 
 
 def _is_simulated(site: Any) -> bool:

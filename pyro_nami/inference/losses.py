@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_nami.inference.simulate import JointDraws
+from pyro_nami.inference.simulate import Batch
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.inference.target import Target
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import takes_observations
@@ -29,14 +30,15 @@ class CompilationLoss(nn.Module):
     Attributes:
         derived: mean loss of the latents with conditionals derived from the model, in nats. They have no weights, so
             this constant stands for their loss in training. None: their loss is computed, as it is with other arguments
-            than ``arguments``.
+            than those of `derive`.
 
     Example:
         >>> import pyro, pyro.distributions as dist
         >>> def guide(observations):
         ...     pyro.sample("z", dist.Normal(observations["x"], 1.0))
+        >>> from pyro_nami.inference.simulate import JointDraws
         >>> draws = JointDraws({"z": torch.tensor([0.0, 1.0])}, {"x": torch.tensor([0.0, 2.0])}, nesting=0)
-        >>> CompilationLoss(guide)(draws, (), {})
+        >>> CompilationLoss(guide)(Batch((), {}, draws))
         tensor([0.9189, 1.4189])
     """
 
@@ -52,24 +54,21 @@ class CompilationLoss(nn.Module):
         self.derived: float | None = None
         self.arguments: tuple[tuple, Mapping[str, Any]] = (), {}
 
-    def forward(
-        self, draws: JointDraws, args: tuple, kwargs: Mapping[str, Any], *, whole: bool = False
-    ) -> Tensor:
+    def forward(self, batch: Batch, *, whole: bool = False) -> Tensor:
         """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it.
 
         Above a million nats the loss grows by its logarithm, so that few simulations do not outweigh all others.
         """
-        same = _identities(args, kwargs) == _identities(*self.arguments)
         guide: Any = self.guide
-        kwargs = {**kwargs, "observations": draws.observed}
+        args, _, draws = batch
+        same = _identities(args, batch.kwargs) == _identities(*self.arguments)
         if self.derived is not None and same and not whole:
-            learned = guide.log_prob_of(True, draws.latents, draws.sites, *args, **kwargs)
+            learned = guide.log_prob_of(True, draws.latents, draws.sites, *args, **batch.with_data)
             log_prob = learned - self.derived
         elif hasattr(guide, "log_prob"):
-            log_prob = guide.log_prob(draws.latents, *args, **kwargs)
+            log_prob = guide.log_prob(draws.latents, *args, **batch.with_data)
         else:
-            by_site = site_log_probs(guide, draws, args, kwargs)
-            log_prob = torch.stack(list(by_site.values())).sum(0)
+            log_prob = torch.stack(list(site_log_probs(guide, batch).values())).sum(0)
         if log_prob.shape != (draws.num,):
             raise ValueError(
                 f"Expected log densities of shape ({draws.num},) of the guide; got {tuple(log_prob.shape)}."
@@ -78,33 +77,36 @@ class CompilationLoss(nn.Module):
         beyond = (-log_prob / LARGE).clamp(min=1)
         return torch.where(beyond > 1, LARGE * (1 + beyond.log()), -log_prob)
 
+    def derive(self, batch: Batch) -> None:
+        """Has the mean loss of derived latents on a batch stand for theirs, at its arguments; not if it is infinite."""
+        guide: Any = self.guide
+        with_data = batch.with_data
+        log_prob = guide.log_prob_of(False, batch.draws.latents, None, *batch.args, **with_data)
+        if log_prob.isfinite().all():  # or else steps say where it is not
+            self.derived, self.arguments = -float(log_prob.mean()), batch[:2]
+
 
 def _identities(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[int], dict[str, int]]:
     """Returns which objects these arguments are."""
     return [id(value) for value in args], {name: id(value) for name, value in kwargs.items()}
 
 
-def site_log_probs(
-    guide: Callable, draws: JointDraws, args: tuple, kwargs: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def site_log_probs(guide: Callable, batch: Batch) -> Values:
     """Returns log q of simulations at every site of a guide, ``(draws,)`` each; see `Target.guide_log_probs`."""
+    args, kwargs, draws = batch
     target = Target(Program(guide, args, kwargs), guide, nesting=draws.nesting)
     extent = target.extent(draws.num)._replace(data=draws.observed)
     return target.guide_log_probs(extent, draws.latents)
 
 
 def non_finite_sites(
-    guide: Callable,
-    parameters: Sequence[Tensor],
-    draws: JointDraws,
-    args: tuple,
-    kwargs: Mapping[str, Any],
+    guide: Callable, parameters: Sequence[Tensor], batch: Batch
 ) -> tuple[list[str], str]:
     """Returns the sites at which log q or its gradient is not finite, and the site of the largest loss.
 
     A sum that overflows comes from the site of the largest loss.
     """
-    guilty, log_probs = [], site_log_probs(guide, draws, args, kwargs)
+    guilty, log_probs = [], site_log_probs(guide, batch)
     for name, log_prob in log_probs.items():
         values: list[Any] = [log_prob.detach()]
         if log_prob.requires_grad:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.inference.site_messages import with_idle_dims
+from pyro_nami.inference.site_messages import Sites, Values, with_idle_dims
 from pyro_nami.program.runner import is_fixed
 
 __all__ = ["Observations", "as_mapping", "as_tensor", "observed_names"]
@@ -42,7 +42,7 @@ class Observations:
         (5, {'x': tensor([1., 1., 1.])})
     """
 
-    def __init__(self, given: Mapping[str, Any], sites: Mapping[str, Any], nesting: int) -> None:
+    def __init__(self, given: Mapping[str, Any], sites: Sites, nesting: int) -> None:
         self.num: int | None = None
         self._values: dict[
             str, Tensor
@@ -79,12 +79,12 @@ class Observations:
         self.num = len(wide)
         return wide
 
-    def one(self, index: int = 0) -> dict[str, Tensor]:
+    def one(self, index: int = 0) -> Values:
         """Returns the values of one data set, of the sites' own shapes."""
         rows = self.batch(slice(index, index + 1))
         return {name: value.reshape(self._shapes[name]) for name, value in rows.items()}
 
-    def batch(self, rows: slice | Tensor = slice(None)) -> dict[str, Tensor]:
+    def batch(self, rows: slice | Tensor = slice(None)) -> Values:
         """Returns the values of some data sets: ``(data sets, *plates, *event)``, or the own shape if of all."""
         return {
             name: value if value.shape == self._shapes[name] else value[rows]

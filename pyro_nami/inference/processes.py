@@ -63,13 +63,7 @@ class Processes:
 
     def of_first(self, value: T) -> T:
         """Returns the value of the first process."""
-        if self.size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(
-            values, src=dist.get_global_rank(self.group, 0), group=self.group
-        )
-        return values[0]
+        return self.gather(value)[0]
 
     def part(self) -> None:
         """Seeds every process but the first anew, by a number that the first draws: scripts seed all alike."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from pyro_nami.factors.gumbel_softmax import gumbel_softmax
 from pyro_nami.messages import warn
 
-__all__ = ["Drawn", "ExponentialDecay", "RelaxedELBO"]
+__all__ = ["Drawn", "ExponentialDecay", "OuterELBO", "RelaxedELBO"]
 
 _JIT = JitTrace_ELBO, JitTraceEnum_ELBO, JitTraceGraph_ELBO, JitTraceMeanField_ELBO
 
@@ -70,7 +70,24 @@ class ExponentialDecay:
         return max(self.minimum, self.initial * math.exp(-self.rate * step))
 
 
-class RelaxedELBO(ELBO):
+class OuterELBO(ELBO):
+    """An ELBO that differentiates another one, ``elbo``, in a way of its own; losses without gradients are its own."""
+
+    def __init__(self, elbo: Any) -> None:
+        if not isinstance(elbo, ELBO):
+            raise TypeError(f"Expected an ELBO of Pyro's, an instance; got {elbo!r}")
+        super().__init__(elbo.num_particles, vectorize_particles=elbo.vectorize_particles)
+        self.elbo: Any = elbo
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Returns an estimate of the negative ELBO in nats, as ``elbo`` does."""
+        return self.elbo.loss(model, guide, *args, **kwargs)
+
+    def _get_trace(self, *args: Any) -> Any:
+        return self.elbo._get_trace(*args)
+
+
+class RelaxedELBO(OuterELBO):
     """An ELBO with gradients through Gumbel-softmax draws of the guide's binary and one-hot latents.
 
     In `loss_and_grads` and `differentiable_loss` every Bernoulli or OneHotCategorical draw of the guide is a
@@ -119,15 +136,13 @@ class RelaxedELBO(ELBO):
         elbo: ELBO,
         temperature: float | Callable[[int], float] = ExponentialDecay.over(0.5, 0.2, 1000),
     ) -> None:
-        if not isinstance(elbo, ELBO):
-            raise TypeError(f"Expected an ELBO of Pyro's, an instance; got {elbo!r}")
+        super().__init__(elbo)
         if isinstance(elbo, _JIT):
             raise NotImplementedError(
                 f"Expected an ELBO that is not compiled; got {type(elbo).__name__}, which would keep the temperature "
                 f"of its first step for good. Use {type(elbo).__name__.removeprefix('Jit')}."
             )
-        super().__init__(elbo.num_particles, vectorize_particles=elbo.vectorize_particles)
-        self.elbo, self.step = elbo, 0
+        self.step = 0
         self._schedule, self._warned = temperature, False
         self.temperature  # noqa: B018  # which checks it
 
@@ -140,10 +155,6 @@ class RelaxedELBO(ELBO):
                 f"Expected a positive, finite temperature; got {now} at step {self.step}"
             )
         return now
-
-    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Returns an estimate of the negative ELBO in nats, by true discrete draws."""
-        return self.elbo.loss(model, guide, *args, **kwargs)  # type: ignore[attr-defined]
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Any:
         """Returns the negative ELBO in nats at relaxed draws, and adds its gradient to that of each parameter."""
@@ -176,11 +187,6 @@ class RelaxedELBO(ELBO):
                 "or enumeration. Gradients are those of the plain ELBO, which can do without RelaxedELBO."
             )
         return loss
-
-    def _get_trace(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        return self.elbo._get_trace(model, guide, args, kwargs)
 
 
 class Drawn(Messenger):

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_nami.factors.completed import is_support_unknown
 from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.networks.running import center_and_spread
 
 __all__ = ["Coordinates", "SiteForm", "site_forms"]
@@ -43,13 +43,11 @@ def site_forms(simulator: Simulator) -> dict[str, SiteForm]:
 
 def _unconstraining(fn: Any) -> Callable[[Tensor], Tensor]:
     try:
-        return (
-            _as_float
-            if fn.support.is_discrete or is_support_unknown(fn)
-            else biject_to(fn.support).inv
-        )
+        if not (fn.support.is_discrete or is_support_unknown(fn)):
+            return biject_to(fn.support).inv
     except NotImplementedError:  # no bijection to it
-        return _as_float
+        pass
+    return _as_float
 
 
 def _as_float(value: Tensor) -> Tensor:
@@ -66,7 +64,7 @@ class Coordinates:
         forms: of the sites.
 
     Attributes:
-        columns: site -> its coordinates' places.
+        sizes: site -> the number of its coordinates, in their order.
 
     Example:
         >>> coordinates = Coordinates({"z": torch.arange(101.0)}, {"z": SiteForm(torch.Size(), 0, lambda value: value)})
@@ -74,24 +72,21 @@ class Coordinates:
         tensor([-1.,  0.,  1.])
     """
 
-    def __init__(self, values: Mapping[str, Tensor], forms: Mapping[str, SiteForm]) -> None:
+    def __init__(self, values: Values, forms: Mapping[str, SiteForm]) -> None:
         self._maps = {name: forms[name].unconstrain for name in values}
         parts = self._parts(values, 1)
-        ends = np.cumsum([part.shape[1] for part in parts.values()]).tolist()
-        self.columns = {
-            name: slice(end - parts[name].shape[1], end) for name, end in zip(parts, ends)
-        }
+        self.sizes = {name: part.shape[1] for name, part in parts.items()}
         self._center, spread = center_and_spread(torch.cat(list(parts.values()), -1))
         self._scale = torch.where(spread > 0, spread, torch.ones_like(spread))
 
-    def __call__(self, values: Mapping[str, Tensor], batch_dims: int = 1) -> Tensor:
+    def __call__(self, values: Values, batch_dims: int = 1) -> Tensor:
         """Returns the coordinates of values with some batch dims, ``(*batch, coordinates)``."""
         raw = torch.cat(list(self._parts(values, batch_dims).values()), -1)
         standard = (raw - self._center) / self._scale
         beyond = (standard.abs() - MAX_LINEAR).clamp(min=0)
         return standard.clamp(-MAX_LINEAR, MAX_LINEAR) + standard.sign() * beyond.log1p()
 
-    def _parts(self, values: Mapping[str, Tensor], batch_dims: int) -> dict[str, Tensor]:
+    def _parts(self, values: Values, batch_dims: int) -> Values:
         parts = {}
         for name, unconstrain in self._maps.items():
             value = unconstrain(values[name])

@@ -19,8 +19,11 @@ from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_nami.factors.wrappers import layers
+from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.simulator_model import Simulated
 from pyro_nami.inference.site_messages import (
+    Sites,
+    Values,
     check_declared,
     log_density,
     plate_nesting,
@@ -35,7 +38,7 @@ from pyro_nami.program.many_draws import differing_site, few_draws, of_rank
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
-__all__ = ["JointDraws", "Simulator"]
+__all__ = ["Batch", "JointDraws", "Simulator"]
 
 
 class JointDraws(NamedTuple):
@@ -47,10 +50,10 @@ class JointDraws(NamedTuple):
         sites: of the one run that made all draws, if kept: a guide with anchors need not run the model again.
     """
 
-    latents: dict[str, Tensor]
-    observed: dict[str, Tensor]
+    latents: Values
+    observed: Values
     nesting: int
-    sites: Mapping[str, Any] | None = None
+    sites: Sites | None = None
 
     @property
     def num(self) -> int:
@@ -88,6 +91,19 @@ class JointDraws(NamedTuple):
         return JointDraws(latents, observed, self.nesting)
 
 
+class Batch(NamedTuple):
+    """Simulations, and the model's arguments that they were made at."""
+
+    args: tuple
+    kwargs: Mapping[str, Any]
+    draws: JointDraws
+
+    @property
+    def with_data(self) -> dict[str, Any]:
+        """The keyword arguments of a guide that answers for these data."""
+        return {**self.kwargs, "observations": self.draws.observed}
+
+
 class Simulator:
     """Draws from the joint distribution of a model's latents and data.
 
@@ -103,6 +119,7 @@ class Simulator:
         nesting: plate dims of the model.
         latent, observed: names of the sites, in model order.
         single: latent or observed site -> its message in a run of one draw.
+        data: observed site, or factor -> the value that the model has there itself.
         vectorized: whether one run of the model gives all draws; False: one run a draw.
         trainable: names of parameters that the model reads and that require gradients.
 
@@ -130,20 +147,20 @@ class Simulator:
     ) -> None:
         self.program = Program(model, tuple(args), dict(kwargs or {}))
         self.nesting = 0
-        self.single: dict[str, Any] = {}
-        data: set[str] = set()  # the sites that the model observes
+        self.single: Sites = {}
+        self.data: dict[str, Any] = {}
 
         def note(site: Any) -> None:
             if site["is_observed"]:
-                data.add(site["name"])
+                self.data[site["name"]] = site["value"]
 
         with forked_rng(), pyro.validation_enabled(False):  # draws may be NaN
             params = poutine.trace(param_only=True)
             sites = self.sites(Extent(contexts=(params,)), choose=note)
             self.nesting = plate_nesting(sites.values())
             self.single = {n: site for n, site in sites.items() if not site_is_factor(site)}
-            given = {observed} if isinstance(observed, str) else set(observed)
-            self.observed = tuple(name for name in self.single if name in data | given)
+            given = set(observed_names(observed))
+            self.observed = tuple(name for name in self.single if name in {*self.data, *given})
             self.latent = tuple(name for name in self.single if name not in self.observed)
             self._check_sites(sites, given)
             target, reason = run_for_many(
@@ -176,7 +193,7 @@ class Simulator:
         return self.single[self.latent[0]]["value"].device
 
     def draw(
-        self, num: int, *, keep_sites: bool = False, latents: Mapping[str, Tensor] | None = None
+        self, num: int, *, keep_sites: bool = False, latents: Values | None = None
     ) -> JointDraws:
         """Returns ``num`` joint draws, without gradients; values that are not finite are in them as drawn.
 
@@ -205,7 +222,7 @@ class Simulator:
             }
         )
 
-    def joint(self, values: Mapping[str, Tensor]) -> JointDraws:
+    def joint(self, values: Values) -> JointDraws:
         """Returns values of all latents and observed sites as joint draws."""
         latents, observed = (
             {name: values[name] for name in part} for part in (self.latent, self.observed)
@@ -226,9 +243,9 @@ class Simulator:
     def sites(
         self,
         extent: Extent = Extent(),
-        values: Mapping[str, Tensor] | None = None,
+        values: Values | None = None,
         choose: Callable[[Any], None] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Sites:
         """Runs the model, by default for one draw, with nothing observed; returns its sites but deterministic ones."""
         note = of_rank(self.nesting + 1) if extent.sizes else None
         runner = Runner(values or {}, simulated=True, choose=choose, note=note)
@@ -242,7 +259,7 @@ class Simulator:
                 )
         return {name: site for name, site in sites.items() if not _is_name(site)}
 
-    def _batch(self, num: int, latents: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    def _batch(self, num: int, latents: Values | None = None) -> Sites:
         """Returns the sites of one run for all draws."""
         sites = self.sites(self.target.extent(num), latents)
         for name, site in sites.items():
@@ -259,7 +276,7 @@ class Simulator:
                 )
         return sites
 
-    def _check_sites(self, sites: Mapping[str, Any], given: set[str]) -> None:
+    def _check_sites(self, sites: Sites, given: set[str]) -> None:
         """Raises where no simulations can be made, or a name that a user has given is no site's."""
         for name in sorted(given - self.single.keys()):
             known = ", ".join(map(repr, self.single))
@@ -286,13 +303,13 @@ class Simulator:
         other.program = program
         return other
 
-    def _difference(self, sites: Mapping[str, Any]) -> str | None:
+    def _difference(self, sites: Sites) -> str | None:
         """Returns where a vectorized run goes wrong, found by replaying its draws one by one; None if nowhere."""
         num = few_draws(sites.values())
         try:
             batch = self._batch(num)
 
-            def alone_at(draw: int) -> dict[str, Tensor]:
+            def alone_at(draw: int) -> Values:
                 values = {
                     name: batch[name]["value"][draw].reshape(site["fn"].shape())
                     for name, site in self.single.items()
@@ -305,7 +322,7 @@ class Simulator:
         return wrong and f"the log density of site '{wrong}' differs from that in a run of one draw"
 
 
-def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+def _log_densities(sites: Sites) -> Values:
     """Returns the log densities of the sites that have one, in nats; errors name the site."""
     found = {}
     for name, site in sites.items():

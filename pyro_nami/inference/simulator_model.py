@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, TransformedDistribution
 
 from pyro_nami.factors.wrappers import base_of
-from pyro_nami.inference.site_messages import plate_nesting
+from pyro_nami.inference.site_messages import Sites, plate_nesting
 from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
@@ -47,15 +47,15 @@ class Simulated(TorchDistribution):
         return constraints.independent(constraints.real, len(self.event_shape))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Simulated:
-        theta = self.theta.expand(
-            torch.Size(batch_shape) + self.theta.shape[self.theta.dim() - self._ndims :]
-        )
+        event = self.theta.shape[len(self.batch_shape) :]
+        theta = self.theta.expand(torch.Size(batch_shape) + event)
         return Simulated(self.simulator, theta, self._ndims, self.event_shape)
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
         wide = self.expand(torch.Size(sample_shape) + self.batch_shape)
-        rows = wide.theta.reshape((-1,) + wide.theta.shape[wide.theta.dim() - self._ndims :])
-        return _simulated(self.simulator, rows).reshape(wide.batch_shape + self.event_shape)
+        batch = wide.batch_shape
+        rows = wide.theta.reshape((-1,) + wide.theta.shape[len(batch) :])
+        return _simulated(self.simulator, rows).reshape(batch + self.event_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         raise NotImplementedError(
@@ -117,7 +117,7 @@ def with_drawn_data(
     """Returns a model whose observed sites that are deterministic, or a `Delta`, are draws; others are unchanged."""
     if isinstance(model, SimulatorModel) or not observed:
         return model
-    sites: Mapping[str, Any] = {}
+    sites: Sites = {}
     none = suppress(NotImplementedError)  # of a site without draws, which `Simulator` tells
     with none, forked_rng(), torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
         sites = poutine.trace(model).get_trace(*args, **kwargs).nodes

@@ -12,6 +12,8 @@ from pyro_nami.program.plate_dims import frames_of
 
 __all__ = [
     "OutsideSupport",
+    "Sites",
+    "Values",
     "check_declared",
     "check_full_plates",
     "check_latents",
@@ -23,11 +25,15 @@ __all__ = [
 ]
 
 
+Sites = Mapping[str, Any]  # site -> its message in a run
+Values = Mapping[str, Tensor]  # site -> its values
+
+
 class OutsideSupport(ValueError):
     """A value that its distribution refuses; the message names the site."""
 
 
-def check_full_plates(sites: Mapping[str, Any]) -> None:
+def check_full_plates(sites: Sites) -> None:
     """Raises NotImplementedError for a plate that holds a part of its instances, chosen at random."""
     for name, site in sites.items():
         if site_is_subsample(site):

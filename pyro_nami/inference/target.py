@@ -24,6 +24,8 @@ from pyro_nami.factors.wrappers import innermost
 from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import (
+    Sites,
+    Values,
     check_full_plates,
     check_latents,
     log_density,
@@ -99,7 +101,7 @@ class Target:
                 f"Expected defensive to be a share of the draws, in [0, 1); got {self.prior_share}."
             )
 
-    def observing(self, observations: Mapping[str, Any]) -> tuple[Target, dict[str, Any]]:
+    def observing(self, observations: Mapping[str, Any]) -> tuple[Target, Sites]:
         """Returns the target on observed values, and the sites of the run of the model that these are checked against.
 
         Raises:
@@ -132,7 +134,7 @@ class Target:
             plates = [pyro.plate(_PLATES[i], size, dim=first + i) for i, size in enumerate(sizes)]
         return Extent(sizes, self.data.batch(rows or slice(None)), tuple(plates))
 
-    def run_model(self, extent: Extent, runner: Runner) -> dict[str, Any]:
+    def run_model(self, extent: Extent, runner: Runner) -> Sites:
         """Runs the model; returns its sites with densities. Observed values are in it if they are the runner's.
 
         Raises:
@@ -142,19 +144,19 @@ class Target:
         runner.is_sampling = True
         return self._run(self.program.model, extent, runner)
 
-    def run_guide(self, extent: Extent, runner: Runner) -> dict[str, Any]:
+    def run_guide(self, extent: Extent, runner: Runner) -> Sites:
         """Runs the guide; returns its sites with densities."""
         assert self.guide is not None
         return self._run(self.guide, extent, runner)
 
-    def guide_log_prob(self, extent: Extent, values: Mapping[str, Tensor]) -> Tensor:
+    def guide_log_prob(self, extent: Extent, values: Values) -> Tensor:
         """Returns the guide's log density in nats, ``extent.sizes``: by its ``log_prob``, where it has one."""
         dense = getattr(self.guide, "log_prob", None)
         if dense is not None:
             return dense(values, *self.program.args, **self._kwargs(extent, self.guide))
         return torch.stack(list(self.guide_log_probs(extent, values).values())).sum(0)
 
-    def guide_log_probs(self, extent: Extent, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def guide_log_probs(self, extent: Extent, values: Values) -> Values:
         """Returns the guide's log density in nats at every latent, ``extent.sizes``; scales do not count.
 
         Raises:
@@ -162,14 +164,12 @@ class Target:
         """
         run = self.run_guide(extent, Runner(values))
         sites = {
-            name: site for name, site in run.items() if name in values or not is_delta(site["fn"])
+            name: {**site, "scale": 1.0}
+            for name, site in run.items()
+            if name in values or not is_delta(site["fn"])
         }
         check_latents("a guide with a density", sites, values)
-        log_probs = {
-            name: scale_and_mask(log_density(site), mask=site["mask"])
-            for name, site in sites.items()
-        }
-        return per_draw(log_probs, extent)
+        return per_draw(log_densities(sites), extent)
 
     def defended(self, log_q: Tensor, log_prior: Tensor) -> Tensor:
         """Returns the log density of the mixture of guide and prior, by the log densities of both."""
@@ -184,7 +184,7 @@ class Target:
         kwargs = self.program.kwargs
         return {**kwargs, "observations": extent.data} if told else kwargs
 
-    def _run(self, fn: Callable, extent: Extent, runner: Runner) -> dict[str, Any]:
+    def _run(self, fn: Callable, extent: Extent, runner: Runner) -> Sites:
         """Runs the model or the guide within the plates of an extent."""
 
         def in_contexts(*args: Any, **kwargs: Any) -> None:
@@ -258,7 +258,7 @@ def bind(guide: Any, model: Callable) -> None:
 # ---- what the sites of a run say
 
 
-def log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+def log_densities(sites: Sites) -> Values:
     """Returns each site's log density in nats, with its scale and mask, ``(*batch, *plates)``.
 
     Raises:
@@ -270,7 +270,7 @@ def log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def per_draw(log_probs: Mapping[str, Tensor], extent: Extent) -> dict[str, Tensor]:
+def per_draw(log_probs: Values, extent: Extent) -> Values:
     """Returns each site's log density summed over its plates, ``extent.sizes``.
 
     Raises:

@@ -13,19 +13,19 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
-from pyro_nami.inference.batches import Batch
 from pyro_nami.inference.checkpoint import check_structure, structure_of
 from pyro_nami.inference.history import History
 from pyro_nami.inference.losses import CompilationLoss, non_finite_sites, site_log_probs
 from pyro_nami.inference.optimizers import Optimization
 from pyro_nami.inference.processes import Processes
-from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.many_draws import MANY_DRAWS
 
 __all__ = ["Trainer"]
 
-FIRST_CALL = 16  # simulations of a guide's first call; ten times more take memory in vain
 REGRESSED = 2000  # simulations that a guide is regressed on; a tenth are fewer than the features of many guides
 # Largest loss of a held-out simulation, in widths of the central 68% of losses above these. At ten times more, one
 # simulation that is far out chooses the weights.
@@ -92,7 +92,9 @@ class Trainer:
         the standard error of the difference. Losses of single simulations far out are cut off at ten widths of the
         central 68% above these.
         """
-        losses, done = _within_reach(self.losses(batches)), len(self.history.losses)
+        losses, done = self.losses(batches), len(self.history.losses)
+        low, high = losses.quantile(0.16), losses.quantile(0.84)
+        losses = losses.clamp(max=high + REACH * (high - low))
         loss = self.processes.mean(float(losses.mean()))
         self.history.validation.append((done, loss))
         self.optimization.validated(loss)
@@ -118,11 +120,11 @@ class Trainer:
         """Returns the losses of all finite simulations of this process, in float64; warns of the others."""
         losses, seen = [], History()
         with _unseen():
-            for args, kwargs, draws in batches:
-                kept, non_finite = draws.to(self.finite[0].device).finite()
-                seen.count(draws.num, draws.num - kept.num, non_finite)
+            for batch in batches:
+                kept, non_finite = batch.draws.to(self.finite[0].device).finite()
+                seen.count(batch.draws.num, batch.draws.num - kept.num, non_finite)
                 if kept.num:
-                    losses.append(self.loss(kept, args, kwargs, whole=True).double())
+                    losses.append(self.loss(batch._replace(draws=kept), whole=True).double())
         if not losses:
             raise ValueError(
                 f"Expected finite simulations to evaluate the loss on; {seen.shortfall()}."
@@ -149,7 +151,7 @@ class Trainer:
     def _descend(self, batch: Batch, share: float) -> float:
         parameters = self.optimization.parameters
         with _unseen():
-            loss = self.wrapped(batch.draws, batch.args, batch.kwargs).mean() * share
+            loss = self.wrapped(batch).mean() * share
             norm = self.optimization.backward(loss)
         loss_value, norm_value = torch.stack((loss.detach(), norm.to(loss))).tolist()
         loss_value = self.processes.mean(loss_value)
@@ -163,15 +165,12 @@ class Trainer:
 
     def _non_finite(self, loss: float, batch: Batch) -> str:
         """Returns the message for a loss or gradient that is not finite, with the sites that it comes from."""
-        args, kwargs, draws = batch
         with pyro.validation_enabled(False):
-            sites, largest = non_finite_sites(
-                self.guide, self.optimization.parameters, draws, args, kwargs
-            )
-        found = [
-            f"'{name}' (values up to {draws.latents[name].abs().max().item():.3g})"
-            for name in sites
-        ]
+            sites, largest = non_finite_sites(self.guide, self.optimization.parameters, batch)
+        found = []
+        for name in sites:
+            most = batch.draws.latents[name].abs().max().item()
+            found.append(f"'{name}' (values up to {most:.3g})")
         found = [words for part in self.processes.gather(found) for words in part]
         where = ", ".join(found) or f"no single site (the largest loss is that of '{largest}')"
         return (
@@ -217,40 +216,31 @@ class Trainer:
         self.best, self.lowest = state.get("best"), state.get("lowest")
 
 
-def _first_call(
-    loss: CompilationLoss, simulator: Simulator, given: JointDraws | None
-) -> dict[str, Tensor]:
+def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws | None) -> Values:
     """Calls a guide, which makes lazy parameters, and regresses it if it can be; returns its parameters by name."""
-    guide, (_, args, kwargs) = loss.guide, simulator.program
+    guide: Any = loss.guide
+    _, args, kwargs = simulator.program
     regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
-    count = FIRST_CALL if regress is None else REGRESSED
+    count = MANY_DRAWS if regress is None else REGRESSED
     with forked_rng():
         draws = simulator.draw(count) if given is None else next(given.in_batches(count))
     draws, _ = draws.finite()
-    few = next(draws.in_batches(FIRST_CALL))
+    batch = Batch(args, kwargs, draws)
+    few = batch._replace(draws=next(draws.in_batches(MANY_DRAWS)))
     with torch.no_grad(), _unseen():
         if not isinstance(guide, nn.Module):
             seen = poutine.trace(guide, param_only=True)
-            site_log_probs(seen, few, args, kwargs)
+            site_log_probs(seen, few)
             nodes: Any = seen.trace.nodes
             return {name: nodes[name]["value"].unconstrained() for name in seen.trace.param_nodes}
-        loss(few, args, kwargs)
-    with_data = {**kwargs, "observations": draws.observed}
+        loss(few)
     if regress is not None:
         with forked_rng(), _unseen():
-            regress(draws.latents, *args, **with_data)
-    log_prob_of: Any = getattr(guide, "log_prob_of", None) if simulator.vectorized else None
-    if log_prob_of is not None and getattr(guide, "num_parameters", None):
+            regress(draws.latents, *args, **batch.with_data)
+    if simulator.vectorized and hasattr(guide, "log_prob_of") and guide.num_parameters:
         with torch.no_grad(), _unseen():
-            derived = log_prob_of(False, draws.latents, None, *args, **with_data)
-        if derived.isfinite().all():  # or else steps say where it is not
-            loss.derived, loss.arguments = -float(derived.mean()), (args, kwargs)
+            loss.derive(batch)
     return {name: value for name, value in guide.named_parameters() if value.requires_grad}
-
-
-def _within_reach(losses: Tensor) -> Tensor:
-    low, high = losses.quantile(0.16), losses.quantile(0.84)
-    return losses.clamp(max=high + REACH * (high - low))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
+from pyro_nami.inference.site_messages import Values
 from pyro_nami.messages import aligned, check_counts, warn
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
 
 # k-hat below which the weights' variance is finite; k-hat above which no practical number of draws is enough
 K_GOOD, K_MAX = 0.5, 0.7
+MOST_LINES = 100  # of a site in a table
 
 
 class Pool(NamedTuple):
@@ -82,7 +84,7 @@ class WeightedSamples:
         tensor(0.7500)
     """
 
-    samples: Mapping[str, Tensor]
+    samples: Values
     log_weights: Tensor
     plates: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     pool: Pool | None = None
@@ -263,7 +265,18 @@ class WeightedSamples:
         Args:
             prob: of the central interval.
         """
-        return f"{self!r}\n\n{_table_of(self, prob)}"
+        ends = interval(prob)
+        rows: list[tuple[str, ...]] = [("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends))]
+        for name in self.samples:
+            mean = self.mean(name)
+            told = torch.stack([mean, self.std(name), *self.quantile(name, ends).to(mean)])
+            places = itertools.islice(itertools.product(*map(range, mean.shape)), MOST_LINES)
+            for place, numbers in zip(places, told.reshape(5, -1).T.tolist()):
+                index = f"[{', '.join(map(str, place))}]" if place else ""
+                rows.append((name + index, *(f"{number:.3g}" for number in numbers)))
+            if mean.numel() > MOST_LINES:
+                rows.append((f"{name}: {mean.numel() - MOST_LINES:,} more", *[""] * 5))
+        return "\n".join([repr(self), "", *aligned(rows, words=(0,))])
 
     def __repr__(self) -> str:
         sets = self.log_weights.shape[1:]
@@ -308,30 +321,6 @@ class WeightedSamples:
         if not value.is_floating_point():
             value = value.to(weights.dtype)
         return value, over(weights, value)
-
-
-def _table_of(drawn: WeightedSamples, prob: float, most: int = 100) -> str:
-    """Returns mean, sd, median and the ends of a central interval of every element, a line each; see `WeightedSamples`.
-
-    A site has at most ``most`` lines.
-
-    Raises:
-        ValueError: a probability outside of (0, 1).
-    """
-    ends = interval(prob)
-    rows: list[tuple[str, ...]] = [("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends))]
-    for name in drawn.samples:
-        mean = drawn.mean(name)
-        told = torch.cat(
-            (torch.stack((mean, drawn.std(name))), drawn.quantile(name, ends).to(mean))
-        )
-        places = itertools.islice(itertools.product(*map(range, mean.shape)), most)
-        for place, numbers in zip(places, told.reshape(5, -1).T.tolist()):
-            index = f"[{', '.join(map(str, place))}]" if place else ""
-            rows.append((name + index, *(f"{number:.3g}" for number in numbers)))
-        if mean.numel() > most:
-            rows.append((f"{name}: {mean.numel() - most:,} more", *[""] * 5))
-    return "\n".join(aligned(rows, words=(0,)))
 
 
 def interval(prob: float) -> list[float]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -20,11 +19,11 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.relaxation import Drawn
 from pyro_nami.program.masks import log_density_of
-from pyro_nami.program.plate_dims import own_dims
+from pyro_nami.program.plate_dims import frames_of, own_dims
 from pyro_nami.program.runner import is_fixed
 from pyro_nami.refinement.updates import Refined, Refinement
 
-__all__ = ["EstimateRun", "errors", "hidden", "log_weights", "run_at"]
+__all__ = ["EstimateRun", "errors", "log_weights", "run_at"]
 
 
 class EstimateRun(NamedTuple):
@@ -61,18 +60,17 @@ def run_at(
         if num_particles > 1
         else nullcontext()
     )
-    with hidden(), particles, poutine.trace() as tracer, drawn or nullcontext():
+    with poutine.block(), own_dims(), particles, poutine.trace() as tracer, drawn or nullcontext():
         guide._drawn(call, estimate)
     q = tracer.trace
     values = {name: q.nodes[name]["value"] for name in q.stochastic_nodes if name in plan.rules}
-    with hidden():
+    with poutine.block(), own_dims():
         sites = call.run({**call.held, **values})
-    names = () if drawn is None else drawn.names
-    relaxed = (
-        {name: gumbel_softmax(sites[name]["fn"], drawn.temperature) for name in names}
-        if drawn
-        else {}
-    )
+    relaxed = {}
+    if drawn is not None:
+        relaxed = {
+            name: gumbel_softmax(sites[name]["fn"], drawn.temperature) for name in drawn.names
+        }
     return EstimateRun(q, sites, relaxed, plan.rules.keys() & sites.keys(), nesting, num_particles)
 
 
@@ -90,7 +88,7 @@ def log_weights(run: EstimateRun) -> Tensor:
         others = [dim for dim in range(-run.nesting, 0) if main is None or dim != main.dim]
         term = term.sum(others) if others else term  # draws, and instances if there are any
         term = term.unsqueeze(-1) if main is None else term
-        inside = main is None or main.name in {frame.name for frame in site["cond_indep_stack"]}
+        inside = main is None or main.name in _plates(site)
         total = total.to(term) + (term if inside else term / main.size)
     return total.expand(run.num_particles, 1 if main is None else main.size)
 
@@ -105,26 +103,19 @@ def errors(run: EstimateRun, part: Refined) -> Tensor:
     """
     batch, found = part.group.factors[0].batch, []
     for name, site in run.sites.items():
-        frames = {frame.name for frame in site["cond_indep_stack"] if frame.vectorized}
-        if site_is_subsample(site) or is_fixed(site) or not frames & batch:
+        plates = _plates(site)
+        if site_is_subsample(site) or is_fixed(site) or not plates & batch:
             continue
         kind: Any = type(innermost(site["fn"]))
-        if (
-            frames != batch
-            or kind is not dist.Normal
-            and not (site["is_observed"] and kind is dist.Bernoulli)
-        ):
+        is_normal = kind is dist.Normal
+        if plates != batch or not (is_normal or site["is_observed"] and kind is dist.Bernoulli):
             raise NotImplementedError(
                 "Expected a latent Gaussian model, with Normal or Bernoulli data, all in one plate, for "
                 f'encode="errors"; got site \'{name}\', {kind.__name__}. Use encode="gradients".'
             )
         error = site["value"] - site["fn"].mean
-        error = error / site["fn"].variance if kind is dist.Normal else error
-        error = (
-            error.flatten(error.dim() - site["fn"].event_dim)
-            if site["fn"].event_dim
-            else error.unsqueeze(-1)
-        )
+        error = error / site["fn"].variance if is_normal else error
+        error = error.unsqueeze(-1).flatten(-1 - site["fn"].event_dim)
         error = error.mean(0) if run.num_particles > 1 else error
         found.append(error.expand(*part.plates, -1))
     return torch.cat(found, -1)
@@ -132,23 +123,11 @@ def errors(run: EstimateRun, part: Refined) -> Tensor:
 
 def _main(run: EstimateRun) -> Any:
     """Returns the frame of the outermost plate that all latents are in, None if there is none."""
-    stacks = [
-        [f for f in run.sites[name]["cond_indep_stack"] if f.vectorized] for name in run.latents
-    ]
-    frames = {frame.name: frame for stack in stacks for frame in stack}
-    shared = [
-        f for f in frames.values() if all(f.name in {g.name for g in stack} for stack in stacks)
-    ]
+    latents = [run.sites[name] for name in run.latents]
+    frames = [frame for site in latents for frame in frames_of(site)]
+    shared = [frame for frame in frames if all(frame.name in _plates(site) for site in latents)]
     return min(shared, key=lambda frame: frame.dim, default=None)
 
 
-@contextmanager
-def hidden() -> Iterator[None]:
-    """Runs guide and model out of sight of all handlers around, plates as well."""
-    stack = _PYRO_STACK[:]
-    _PYRO_STACK.clear()
-    try:
-        with own_dims():
-            yield
-    finally:
-        _PYRO_STACK[:] = stack
+def _plates(site: Any) -> set[str]:
+    return {frame.name for frame in frames_of(site)}

@@ -47,15 +47,12 @@ class AmortizationGap(NamedTuple):
     def rows(self) -> list[tuple[str, float, float]]:
         """Returns names of ELBOs and bounds, their values, and distances to `log_evidence`, in nats an instance."""
         count = self.optimized.numel()
-        named = [
-            ("guide", self.refined[0]),
-            (f"{len(self.refined) - 1} learned steps", self.refined[-1]),
+        found = [
+            ("guide", float(self.refined[0].mean())),
+            (f"{len(self.refined) - 1} learned steps", float(self.refined[-1].mean())),
+            ("direct optimization", float(self.optimized.mean())),
+            ("importance-weighted bound", float(self.importance.mean())),
         ]
-        named += [
-            ("direct optimization", self.optimized),
-            ("importance-weighted bound", self.importance),
-        ]
-        found = [(name, float(value.mean())) for name, value in named]
         if self.annealed is not None:
             found.append(("annealed importance sampling", self.annealed[0] / count))
         return [(name, value, self.log_evidence / count - value) for name, value in found]
@@ -149,7 +146,13 @@ def amortization_gap(
     importance = best.logsumexp(0) - math.log(num_particles)
     annealed = None
     if num_temperatures:
-        options: dict[str, Any] = {"num_chains": num_chains, "num_temperatures": num_temperatures}
-        chains = annealed_importance_sampling(model, None, *args, **options, **kwargs)
+        chains = annealed_importance_sampling(
+            model,
+            None,
+            *args,
+            num_chains=num_chains,
+            num_temperatures=num_temperatures,
+            **kwargs,
+        )
         annealed = float(chains.log_evidence), float(chains.log_evidence_error)
     return AmortizationGap(refined, best.mean(0), importance, annealed)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
@@ -20,7 +21,8 @@ from pyro_nami.messages import warn
 from pyro_nami.networks.running import tempered
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.refinement.estimates import errors, hidden, log_weights, run_at
+from pyro_nami.program.plate_dims import frames_of, own_dims
+from pyro_nami.refinement.estimates import errors, log_weights, run_at
 from pyro_nami.refinement.updates import (
     ENCODINGS,
     INPUTS,
@@ -180,10 +182,8 @@ class AutoIterativeGuide(AutoGuide):
             following = self.advance(found, step, estimate)
             gain = 1 / max(1, step - self.steps + 2)
             if gain < 1:
-                following = {
-                    name: torch.lerp(estimate[name], value, gain)
-                    for name, value in following.items()
-                }
+                for name, value in following.items():
+                    following[name] = torch.lerp(estimate[name], value, gain)
             found.estimates.append(following)
         return found
 
@@ -236,12 +236,11 @@ class AutoIterativeGuide(AutoGuide):
         """Returns the features of the data, ``(*plates, n)`` for each part."""
         if "data" not in self.inputs or not parts:
             return []
-        state, found = self.guide._start(call), []
+        state, none = self.guide._start(call), self.guide.network.like.new_zeros(0)
+        found = []
         for part in parts:
-            read = [each.expand(*part.plates, -1) for each in state.of_data(part.group)]
-            found.append(
-                torch.cat(read, -1) if read else self.guide.network.like.new_zeros(*part.plates, 0)
-            )
+            read = [each.expand(*part.plates, -1) for each in (none, *state.of_data(part.group))]
+            found.append(torch.cat(read, -1))
         return found
 
     def _updater(self, index: int, inputs: Tensor, estimate: Tensor) -> Tensor:
@@ -256,14 +255,9 @@ class AutoIterativeGuide(AutoGuide):
     def _parts(self, call: Call) -> list[Refined]:
         """Returns the refined factors, by group."""
         plan, network = self.guide._made(), self.guide.network
-        with hidden(), forked_rng(), torch.no_grad():
+        with poutine.block(), own_dims(), forked_rng(), torch.no_grad():
             sites = call.run(call.held)
-        sizes = {
-            f.name: f.size
-            for site in sites.values()
-            for f in site["cond_indep_stack"]
-            if f.vectorized
-        }
+        sizes = {frame.name: frame.size for site in sites.values() for frame in frames_of(site)}
         found = []
         for group in network.groups:
             names = tuple(factor.name for factor in group.factors if self._is_refined(factor.name))

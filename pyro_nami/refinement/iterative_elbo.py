@@ -10,12 +10,13 @@ from pyro import poutine
 from pyro.infer import ELBO
 from torch import Tensor
 
+from pyro_nami.inference.relaxation import OuterELBO
 from pyro_nami.refinement.iterative import AutoIterativeGuide
 
 __all__ = ["IterativeELBO"]
 
 
-class IterativeELBO(ELBO):
+class IterativeELBO(OuterELBO):
     """The ELBO of every step of an `AutoIterativeGuide`, averaged: what trains its networks to need few of them.
 
     Weights of guide and networks get the gradient of the average, parameters of the model that of the last step alone.
@@ -51,15 +52,9 @@ class IterativeELBO(ELBO):
     """
 
     def __init__(self, elbo: ELBO, average: bool = True) -> None:
-        if not isinstance(elbo, ELBO):
-            raise TypeError(f"Expected an ELBO of Pyro's, an instance; got {elbo!r}")
-        super().__init__(elbo.num_particles, vectorize_particles=elbo.vectorize_particles)
-        self.elbo, self.average = elbo, average
+        super().__init__(elbo)
+        self.average = average
         self.losses: list[float] = []
-
-    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Returns an estimate of the negative ELBO after the last step, in nats."""
-        return self.elbo.loss(model, guide, *args, **kwargs)  # type: ignore[attr-defined]
 
     def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Returns the negative ELBO in nats, averaged over steps, and adds its gradient to that of each parameter."""
@@ -81,7 +76,7 @@ class IterativeELBO(ELBO):
             leaves = {name: value.detach().requires_grad_() for name, value in estimate.items()}
             tracer = poutine.trace(param_only=True)
             with tracer, guide.holding(trajectory.call, leaves):
-                loss = self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[attr-defined]
+                loss = self.elbo.differentiable_loss(model, guide, *args, **kwargs)
             self.losses.append(float(loss.detach()))
             inputs = [*own, *leaves.values()]
             last = estimate is estimates[-1]
@@ -94,9 +89,6 @@ class IterativeELBO(ELBO):
         if steps:
             torch.autograd.backward(steps, gradients, inputs=own)
         return sum(self.losses) / len(self.losses)
-
-    def _get_trace(self, model: Callable, guide: Callable, args: Any, kwargs: Any) -> Any:
-        return self.elbo._get_trace(model, guide, args, kwargs)
 
 
 def _backward_to_model(loss: Tensor, trace: Any, own: Sequence[Tensor]) -> None:

@@ -314,20 +314,21 @@ def _inverse(
             f"Expected a model with at least one latent; got observed sites only: {names}. "
             "Pass no data for a site that shall be inferred, or name it in --blocks."
         )
-    if is_blocked(found.model):
+    model, args, kwargs, _ = found.loaded
+    if is_blocked(model):
         net = with_hidden_evidence(net)
     try:
         inverse = invert(net, options.inverse, options.blocks)
     except ValueError as error:
         raise Failure(str(error)) from error
     guide = AutoNaMIGuide(
-        found.model, inverse=options.inverse, blocks=options.blocks, observed=options.observed
+        model, inverse=options.inverse, blocks=options.blocks, observed=options.observed
     )
     quiet = contextlib.redirect_stdout(io.StringIO())
     try:
         with warnings.catch_warnings(), quiet, poutine.block(), torch.no_grad():
             warnings.simplefilter("ignore")
-            guide(*found.args, **found.kwargs)
+            guide(*args, **kwargs)
     except Exception:  # noqa: BLE001  whatever a model does in runs that its network did not need
         return inverse, None
     return guide.inverse if options.inverse == "auto" else inverse, guide

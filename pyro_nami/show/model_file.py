@@ -31,16 +31,6 @@ class Failure(Exception):
     """A command that has no answer; the message says why in one line."""
 
 
-class FoundModel(NamedTuple):
-    """A model with arguments, its extracted network, and the warnings of the extraction, a line each."""
-
-    model: Callable
-    args: tuple
-    kwargs: Mapping[str, Any]
-    extraction: Extraction
-    warnings: tuple[str, ...]
-
-
 class LoadedModel(NamedTuple):
     """A model with its arguments, and the file that it is from; None for one of a module."""
 
@@ -57,6 +47,14 @@ class LoadedModel(NamedTuple):
             f"The model {target!r}, called with {called}, fails: {told(error, self.path)}. "
             "Give its arguments by --args."
         )
+
+
+class FoundModel(NamedTuple):
+    """A model with arguments, its extracted network, and the warnings of the extraction, a line each."""
+
+    loaded: LoadedModel
+    extraction: Extraction
+    warnings: tuple[str, ...]
 
 
 @contextlib.contextmanager
@@ -130,7 +128,7 @@ def find(
     if not extraction.bayesnet.sites:
         raise Failure(f"Expected a model with sample sites; got {target!r}, which has none.")
     messages = tuple(dict.fromkeys(_line(warning.message) for warning in caught))
-    return FoundModel(found.model, found.args, found.kwargs, extraction, messages)
+    return FoundModel(found, extraction, messages)
 
 
 def _arguments(

@@ -366,7 +366,7 @@ def test_coordinates_are_standardized_and_unconstrained_where_supports_are_fixed
     forms, draws = site_forms(simulator), simulator.draw(4000).latents
     coordinates = Coordinates(draws, forms)
     values = coordinates(draws)
-    columns = {name: columns.stop - columns.start for name, columns in coordinates.columns.items()}
+    columns = coordinates.sizes
     assert columns == {"high": 1, "below": 1, "simplex": 2, "count": 1}
     assert torch.allclose(values.quantile(0.5, 0), torch.zeros(5), atol=1e-6)
     spread = values[:, 0].std()  # log of a log-normal: se 0.011, and of the scale 0.02
@@ -390,9 +390,9 @@ def wide(observations):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_draws": 0}, ValueError, "num_draws to be a positive integer; got 0"),
-        ({"num_datasets": -1}, ValueError, "num_datasets to be a positive integer"),
-        ({"chunk_size": 1.5}, ValueError, "chunk_size to be a positive integer; got 1.5"),
+        ({"num_draws": 0}, ValueError, "num_draws to be at least 1; got 0"),
+        ({"num_datasets": -1}, ValueError, "num_datasets to be at least 1"),
+        ({"chunk_size": 1.5}, TypeError, "chunk_size to be an int; got 1.5"),
         ({"level": 1.0}, ValueError, "level between 0 and 1"),
         (
             {"guide": lambda observations: None},

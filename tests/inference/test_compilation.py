@@ -27,7 +27,7 @@ from pyro_nami import AutoNaMIGuide, NoisyOr
 from pyro_nami.inference.batches import Stream
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.losses import CompilationLoss, site_log_probs
-from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.inference.trainer import Trainer
 
 pytestmark = [
@@ -80,7 +80,7 @@ def test_training_reaches_the_expected_conditional_entropy():
     entropy = 0.5 * torch.logdet(2 * math.pi * math.e * covariance).item()
     draws = Simulator(COLLIDER, ZERO).draw(10_000)
     with torch.no_grad():
-        losses = CompilationLoss(guide)(draws, ZERO, {})
+        losses = CompilationLoss(guide)(Batch(ZERO, {}, draws))
     mean = draws.observed["d"].unsqueeze(-1) * COLLIDER.posterior(1.0)[0]
     values = torch.stack([draws.latents[name] for name in COLLIDER.latent], -1)
     exact = -torch.distributions.MultivariateNormal(mean, covariance).log_prob(values)
@@ -181,9 +181,11 @@ def test_replayed_guides_have_the_same_loss_as_dense_ones(exact):
     guide(y)
     scatter(guide, 0.1)
     draws = Simulator(conjugate_normal, (y,)).draw(9)
-    replayed = CompilationLoss(lambda *args, **kwargs: guide(*args, **kwargs))(draws, (y,), {})
-    assert torch.allclose(CompilationLoss(guide)(draws, (y,), {}), replayed, rtol=1e-10)
-    assert site_log_probs(guide, draws, (y,), {}).keys() == {"mu"}
+    replayed = CompilationLoss(lambda *args, **kwargs: guide(*args, **kwargs))(
+        Batch((y,), {}, draws)
+    )
+    assert torch.allclose(CompilationLoss(guide)(Batch((y,), {}, draws)), replayed, rtol=1e-10)
+    assert site_log_probs(guide, Batch((y,), {}, draws)).keys() == {"mu"}
 
 
 @pytest.mark.usefixtures("double")
@@ -325,7 +327,7 @@ def test_the_guide_ends_with_the_weights_of_the_lowest_loss_or_later_ones_if_lat
     assert history.best_step == kept + 1 < 40 and (means[kept] == min(means) or moved > 0)
     with torch.no_grad():
         loss = CompilationLoss(compilation.guide)
-        found = torch.cat([loss(batch, ZERO, {}) for batch in batches]).mean().item()
+        found = torch.cat([loss(Batch(ZERO, {}, batch)) for batch in batches]).mean().item()
     assert found == pytest.approx(means[kept], rel=1e-12)
 
 
@@ -473,7 +475,7 @@ def test_steps_leave_out_what_has_no_weights(model, inverse, derived):
     compilation = compiled(model, (3,), guide=guide, steps=1)
     loss, draws = compilation._trainer.loss, compilation._trainer.simulator.draw(2000)
     assert (abs(loss.derived) > 0.1) is derived
-    parts = [loss(draws, (3,), {}, whole=whole).mean() for whole in (False, True)]
+    parts = [loss(Batch((3,), {}, draws), whole=whole).mean() for whole in (False, True)]
     assert abs(parts[0] - parts[1]) < 0.1
     gradients = [
         torch.autograd.grad(part, list(guide.parameters()), allow_unused=True) for part in parts
@@ -483,7 +485,9 @@ def test_steps_leave_out_what_has_no_weights(model, inverse, derived):
         torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in moved
     )
     # at other arguments
-    assert torch.equal(loss(draws, (), {"size": 3}), loss(draws, (3,), {}, whole=True))
+    assert torch.equal(
+        loss(Batch((), {"size": 3}, draws)), loss(Batch((3,), {}, draws), whole=True)
+    )
 
 
 # ---- bad simulations, bad losses, parameters of the model
@@ -664,7 +668,7 @@ def test_losses_beyond_a_million_nats_go_on_by_their_logarithm():
     z = torch.tensor([0.0, 1e3, 1e4, 1e15, 1e18, math.inf])
     draws = JointDraws({"z": z}, {"x": torch.zeros(6, requires_grad=True)}, nesting=0)
     with pyro.validation_enabled(False):
-        loss = CompilationLoss(guide)(draws, (), {})
+        loss = CompilationLoss(guide)(Batch((), {}, draws))
     torch.testing.assert_close(loss[:2], -dist.Normal(0.0, 1.0).log_prob(z[:2]))
     torch.testing.assert_close(loss[2:5], 1e6 * (1 + (z[2:5] ** 2 / 2e6).log()), rtol=1e-5, atol=0)
     assert loss[5] == math.inf  # which steps do not hide

@@ -31,6 +31,7 @@ from pyro_nami import AutoNaMIGuide
 from pyro_nami.inference import Simulator
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.losses import CompilationLoss
+from pyro_nami.inference.simulate import Batch
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", category=DeprecationWarning)  # of fork, in a process with threads
@@ -47,9 +48,9 @@ class Spy(torch.nn.Module):
         super().__init__()
         self.loss, self.seen = loss, []
 
-    def forward(self, draws, args, kwargs):
-        self.seen.append(draws.observed["d"].flatten())
-        return self.loss(draws, args, kwargs)
+    def forward(self, batch):
+        self.seen.append(batch.draws.observed["d"].flatten())
+        return self.loss(batch)
 
 
 def new(processes, batch_size, seed=0, optim=None, **options):
@@ -96,7 +97,7 @@ def fresh(rank, processes):
     mean = draws.observed["d"].unsqueeze(-1) * COLLIDER.posterior(1.0)[0]
     values = torch.stack([draws.latents[name] for name in COLLIDER.latent], -1)
     with torch.no_grad():
-        losses = CompilationLoss(compilation.guide)(draws, ZERO, {})
+        losses = CompilationLoss(compilation.guide)(Batch(ZERO, {}, draws))
     gap = losses + torch.distributions.MultivariateNormal(mean, covariance).log_prob(values)
     return {**result, "gap": gap.mean(), "its error": gap.std() / 100}
 

@@ -24,7 +24,7 @@ from pyro.infer.reparam import NeuTraReparam
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.losses import CompilationLoss
-from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference.simulate import Batch, Simulator
 
 pytestmark = pytest.mark.filterwarnings("error")
 Adam = functools.partial(torch.optim.Adam, lr=0.02)
@@ -49,7 +49,7 @@ def test_the_loss_is_the_same_in_three_ways():
     scatter(guide, 0.1)
     draws = Simulator(CHAIN, ZERO).draw(20_000)
     with torch.no_grad():
-        losses = CompilationLoss(guide)(draws, ZERO, {})
+        losses = CompilationLoss(guide)(Batch(ZERO, {}, draws))
     loss, sd = losses.mean().item(), losses.std().item()
 
     def within(value, count):
@@ -66,9 +66,9 @@ def test_the_loss_is_the_same_in_three_ways():
 def test_the_gradient_of_csis_is_that_of_compilation():
     """On the very same simulations."""
     guide, draws = learned(CHAIN), Simulator(CHAIN, ZERO).draw(6)
-    CompilationLoss(guide)(draws, ZERO, {})
+    CompilationLoss(guide)(Batch(ZERO, {}, draws))
     scatter(guide, 0.1)
-    CompilationLoss(guide)(draws, ZERO, {}).mean().backward()
+    CompilationLoss(guide)(Batch(ZERO, {}, draws)).mean().backward()
     ours = {name: value.grad.clone() for name, value in guide.named_parameters()}
     guide.zero_grad()
     csis, traces = CSIS(CHAIN, guide, pyro.optim.Adam({"lr": 0.01})), []
