@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import ComposeTransform, IndependentTransform, Transform
+from torch.distributions.transforms import ComposeTransform, IndependentTransform
 from torch.nn.functional import one_hot
 
 from pyro_nami.factors.bijections import (
     bijection_to,
     interior,
-    normal_bijection_to,
     peel_support,
     support_on,
 )
@@ -144,7 +142,7 @@ class UnconstrainedLayout(Layout):
         (2, tensor([0.3333, 0.3333, 0.3333]))
     """
 
-    to: Callable[[Constraint], Transform] = staticmethod(bijection_to)
+    of_normal = False  # whether intervals are the CDF of Normal elements
 
     def __init__(self, support: Constraint, event_shape: torch.Size, **options: Any) -> None:
         super().__init__(support, event_shape, **options)
@@ -178,7 +176,7 @@ class UnconstrainedLayout(Layout):
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         super()._set_support(support, batch_shape)
-        bijection = base = self.to(self.support)
+        bijection = base = bijection_to(self.support, self.of_normal)
         while isinstance(base, IndependentTransform):
             base = base.base_transform
         identity = isinstance(base, ComposeTransform) and not base.parts
@@ -193,7 +191,7 @@ class UnconstrainedLayout(Layout):
 class NormalLayout(UnconstrainedLayout):
     """Unconstrained space where uniform variables are Normal, so that what is made of Normals has little to bend."""
 
-    to = staticmethod(normal_bijection_to)
+    of_normal = True
 
 
 class ObservedLayout(UnconstrainedLayout):

@@ -221,10 +221,9 @@ class MaskedMLP(nn.Module):
         units, bias_units = self.units.unsqueeze(-1), self.bias_units.unsqueeze(-1)
         self._output_scale = torch.cat((mask[:, :-1] * units, mask[:, -1:] * bias_units), -1)
 
-    def set_units(self, units: Tensor | None = None, bias_units: Tensor | None = None) -> None:
+    def set_units(self, units: Tensor, bias_units: Tensor | None = None) -> None:
         """Sets the units of all rows, ``(outputs,)`` each, and leaves the parameters as they are."""
-        if units is not None:
-            self.units.copy_(units)
+        self.units.copy_(units)
         if bias_units is not None:
             self.bias_units.copy_(bias_units)
         self._scale_output()

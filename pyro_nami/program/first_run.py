@@ -33,9 +33,8 @@ class _InitContinuous(InitMessenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         make_whole(msg)
-        with suppress(NotImplementedError, AttributeError):
-            if msg["fn"].support.is_discrete:
-                return
+        if site_is_subsample(msg) or msg["fn"].support.is_discrete:
+            return
         with suppress(NotImplementedError):
             super()._pyro_sample(msg)
 

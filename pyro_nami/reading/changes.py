@@ -17,7 +17,7 @@ from torch.distributions.constraints import Constraint
 from pyro_nami.factors.wrappers import without
 from pyro_nami.reading.covariates import parameters
 
-__all__ = ["differs", "moved", "numbers_in", "same_support", "support_of"]
+__all__ = ["differs", "moved", "numbers_in", "same_support"]
 
 # What log_prob raises where a distribution has none, or has none at this value.
 _NO_DENSITY = (NotImplementedError, KeyError, ValueError, RuntimeError)
@@ -82,7 +82,7 @@ def differs(before: Any, after: Any, kept: dict[Any, Tensor]) -> bool:
 
 def same_support(a: Any, b: Any) -> bool:
     """Whether the supports of two distributions are made of the same numbers."""
-    return _same_numbers(support_of(a), support_of(b))
+    return _same_numbers(a.support, b.support)
 
 
 def _same_numbers(a: Any, b: Any) -> bool:
@@ -100,23 +100,12 @@ def numbers_in(value: Any) -> list[Tensor]:
         ]
     if isinstance(value, (list, tuple)):
         return [leaf for part in value for leaf in numbers_in(part)]
-    return [torch.as_tensor(value)] if isinstance(value, Tensor) or _is_number(value) else []
-
-
-def support_of(fn: Any) -> Any:
-    """Returns the support of a distribution; None if it has none."""
-    with suppress(NotImplementedError, AttributeError):
-        return fn.support
-    return None
+    return [torch.as_tensor(value)] if isinstance(value, (Tensor, bool, int, float)) else []
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
     """Returns where two tensors agree to the bit, NaN with NaN."""
     return (a == b) | (a.isnan() & b.isnan())
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))
 
 
 def _fixed(site: Mapping[str, Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_nami.program.vectorized import unmapped
-from pyro_nami.reading.changes import numbers_in, same_support, support_of
+from pyro_nami.reading.changes import numbers_in, same_support
 from pyro_nami.reading.probe import ROUNDS, TRIES, Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
 from pyro_nami.reading.untested_pairs import Untested
@@ -77,7 +77,7 @@ def claim(probe: Probe) -> Dependencies:
         # from a transform that knows the inverse of its own draws only
         except (NotImplementedError, KeyError):
             density = numbers_in(fn)
-        support = tracker.provenance(numbers_in(support_of(fn)))
+        support = tracker.provenance(numbers_in(fn.support))
         reads = origin | support | tracker.provenance(density, msg["mask"], msg["scale"])
         found.parents[name] = earlier & reads
         found.support[name] = earlier & support & probe.latent

@@ -15,9 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.program.plate_dims import any_along, first_instance
+from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.program.site_values import redraw
-from pyro_nami.reading.index_maps.decoding import NONE, SEVERAL, MapPlan, Trial, along, completed
+from pyro_nami.reading.index_maps.decoding import (
+    NONE,
+    SEVERAL,
+    MapPlan,
+    Trial,
+    along,
+    completed,
+    moved_instances,
+)
 from pyro_nami.reading.index_maps.given import given_by_plates
 from pyro_nami.reading.index_maps.nesting import Nesting
 from pyro_nami.reading.interventions import Dependencies
@@ -132,7 +140,11 @@ class _Search:
                 rows = trial.moved(torch.ones(trial.size, dtype=torch.bool))
             except KeyError:  # the model fails at these values, so that sites are missing
                 continue
-            full = self._moving_plates(rows)
+            dims = {
+                name: {frame.name: frame.dim for frame in self.probe.frames[name]} for name in rows
+            }
+            # where none of a plate's instances moves, the others show what is read
+            full = {q for q, instances in moved_instances(rows, dims).items() if instances.all()}
             moving = [
                 name for name in targets if rows[name].any() and full & self.probe.plates_of[name]
             ]
@@ -141,15 +153,6 @@ class _Search:
             if len(moving) == len(targets):
                 break
         return best if best.targets else None
-
-    def _moving_plates(self, rows: Mapping[str, Tensor]) -> set[str]:
-        """The plates of which every instance moves at some site; where none does the others show what is read."""
-        moving: dict[str, Tensor] = {}
-        for name, here in rows.items():
-            for frame in self.probe.frames[name]:
-                there = any_along(here, frame.dim)
-                moving[frame.name] = moving.get(frame.name, there) | there
-        return {q for q, instances in moving.items() if instances.all()}
 
     def _trial(self, plan: MapPlan) -> Trial:
         """Runs of the model with values of first instances, expanded to the shape of their sites."""
