@@ -152,11 +152,10 @@ class BayesNet:
         """Builds a network from a directed graph; the arguments are those of `from_edges`."""
         if not isinstance(graph, nx.DiGraph):
             raise TypeError(f"Expected a networkx.DiGraph; got {type(graph).__name__}.")
-        edges, nodes = graph.edges(), graph.nodes
         return cls.from_edges(
-            edges,
+            graph.edges,
             observed=observed,
-            nodes=nodes,
+            nodes=graph.nodes,
             plates=plates,
             plate_sizes=plate_sizes,
             nesting=nesting,

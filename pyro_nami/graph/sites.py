@@ -133,8 +133,7 @@ def _by_name(sites: Mapping[Hashable, Site] | Iterable[Site]) -> dict[Hashable, 
                 f"Expected every site to be a Site; got {type(site).__name__} {site!r}."
             )
         if site.name in named:
-            count = sum(getattr(other, "name", None) == site.name for other in values)
-            raise ValueError(f"Expected every site once; got {site.name!r} {count} times.")
+            raise ValueError(f"Expected every site once; got {site.name!r} again.")
         named[site.name] = site
     if isinstance(sites, Mapping) and list(sites) != list(named):
         raise ValueError(

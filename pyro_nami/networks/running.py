@@ -64,9 +64,6 @@ class Running(nn.Module):
         # passes in training; whether inputs that are data are centered
         self.passes, self.settled = 0, False
 
-    def extra_repr(self) -> str:
-        return f"{len(self.floor)} inputs"
-
     def forward(self, x: Tensor, first: int, last: int) -> Tensor:
         """Returns inputs ``first`` to ``last - 1``, ``(*batch, inputs)``, in these units and tempered."""
         return tempered((x - self.center[first:last]) / self.scale[first:last])

@@ -242,20 +242,17 @@ class _Interventions:
                 worth[rank, :rank] = 1 + suspect * count  # goes first
         return Untested(held.reshape(count, count), worth)
 
-    def _free(self, name: str) -> frozenset[str]:
-        """The sites that may change in a run that tests ``name``: neither what it reads nor later arguments."""
-        later = self.probe.arguments.intersection(self.probe.order[self.probe.rank[name] :])
-        return self.probe.changeable - self.found.parents[name] - later
-
     def _held(self, name: str) -> list[bool]:
-        """Whether each site has to be held in a run that tests ``name``."""
-        free = self._free(name)
-        return [u not in free for u in self.probe.order]
+        """Whether each site has to be held in a run that tests ``name``: what it reads, and later arguments."""
+        probe = self.probe
+        later = probe.arguments.intersection(probe.order[probe.rank[name] :])
+        free = probe.changeable - self.found.parents[name] - later
+        return [u not in free for u in probe.order]
 
     def _candidates(self, name: str) -> list[str]:
         """The sites that ``name`` could read but is not known to."""
-        free = self._free(name)
-        return [u for u in self.probe.order[: self.probe.rank[name]] if u in free]
+        earlier = self.probe.order[: self.probe.rank[name]]
+        return [u for u, held in zip(earlier, self._held(name)) if not held]
 
     def _repair(self, name: str, origin: Run, run: Run) -> bool:
         """Adds the parents that were lost, one bisection each, until nothing else moves it; whether any were."""
