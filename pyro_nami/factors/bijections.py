@@ -26,6 +26,7 @@ __all__ = [
     "interior",
     "is_interval",
     "peel_support",
+    "peel_transform",
     "support_of",
     "support_on",
 ]
@@ -75,6 +76,13 @@ def peel_support(support: Constraint) -> tuple[Constraint, int]:
     if type(support) is type(constraints.positive_ordered_vector):
         ndims = max(ndims - 1, 0)
     return support, ndims
+
+
+def peel_transform(transform: Transform) -> Transform:
+    """Returns the transform below all ``IndependentTransform`` wrappers."""
+    while isinstance(transform, transforms.IndependentTransform):
+        transform = transform.base_transform
+    return transform
 
 
 def support_of(distribution: Distribution) -> Constraint:

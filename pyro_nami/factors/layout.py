@@ -10,13 +10,14 @@ import torch
 from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import ComposeTransform, IndependentTransform
+from torch.distributions.transforms import ComposeTransform
 from torch.nn.functional import one_hot
 
 from pyro_nami.factors.bijections import (
     bijection_to,
     interior,
     peel_support,
+    peel_transform,
     support_on,
 )
 
@@ -160,9 +161,8 @@ class UnconstrainedLayout(Layout):
     def elements(self, value: Tensor) -> Tensor:
         if self.bijection is not None:
             value = self.bijection.inv(interior(self.support, value))
-        if not self.free_shape:
-            return value.unsqueeze(-1)
-        return value.flatten(-len(self.free_shape)) if len(self.free_shape) > 1 else value
+        batch = value.shape[: value.dim() - len(self.free_shape)]
+        return value.reshape(batch + (self.num_elements,))
 
     def log_abs_det(self, elements: Tensor, value: Tensor) -> Tensor | None:
         if self.bijection is None:
@@ -176,16 +176,13 @@ class UnconstrainedLayout(Layout):
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         super()._set_support(support, batch_shape)
-        bijection = base = bijection_to(self.support, self.of_normal)
-        while isinstance(base, IndependentTransform):
-            base = base.base_transform
+        bijection = bijection_to(self.support, self.of_normal)
+        base = peel_transform(bijection)
         identity = isinstance(base, ComposeTransform) and not base.parts
         self.bijection = None if identity else bijection
 
     def _free(self, elements: Tensor) -> Tensor:
-        if not self.free_shape:
-            return elements.squeeze(-1)
-        return elements.unflatten(-1, self.free_shape) if len(self.free_shape) > 1 else elements
+        return elements.reshape(elements.shape[:-1] + self.free_shape)
 
 
 class NormalLayout(UnconstrainedLayout):

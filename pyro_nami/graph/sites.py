@@ -133,7 +133,8 @@ def _by_name(sites: Mapping[Hashable, Site] | Iterable[Site]) -> dict[Hashable, 
                 f"Expected every site to be a Site; got {type(site).__name__} {site!r}."
             )
         if site.name in named:
-            raise ValueError(f"Expected every site once; got {site.name!r} again.")
+            count = sum(getattr(other, "name", None) == site.name for other in values)
+            raise ValueError(f"Expected every site once; got {site.name!r} {count} times.")
         named[site.name] = site
     if isinstance(sites, Mapping) and list(sites) != list(named):
         raise ValueError(
