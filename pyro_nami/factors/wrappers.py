@@ -14,6 +14,7 @@ __all__ = [
     "base_of",
     "innermost",
     "layers",
+    "named_layers",
     "rewrapped",
     "through_wrappers",
     "without",
@@ -44,6 +45,12 @@ def layers(distribution: Any) -> Iterator[Any]:
     while distribution is not None:
         yield distribution
         distribution = base_of(distribution)
+
+
+def named_layers(distribution: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the `layers`, each behind the path to it: ``""``, ``"base_dist."``, ``"base_dist.base_dist."``."""
+    for depth, layer in enumerate(layers(distribution)):
+        yield depth * "base_dist.", layer
 
 
 def through_wrappers(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import Distribution, TransformedDistribution, transform_to
 
 from pyro_nami.factors.completed import constraints_of_parameters
-from pyro_nami.factors.wrappers import layers
+from pyro_nami.factors.wrappers import named_layers
 from pyro_nami.program.plate_dims import spread
 
 __all__ = ["MASK", "Argument", "Column", "ColumnSearch", "Given", "columns_of", "parameters"]
@@ -136,8 +136,7 @@ def parameters(fn: Distribution, names: Collection[str] = ()) -> dict[str, Tenso
 
 def _tensors(fn: Distribution, names: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yields name and value of the parameters of a distribution and of what it wraps; event dims rightmost."""
-    for depth, layer in enumerate(layers(fn)):
-        path = depth * "base_dist."
+    for path, layer in named_layers(fn):
         for i, transform in enumerate(
             layer.transforms if isinstance(layer, TransformedDistribution) else ()
         ):
