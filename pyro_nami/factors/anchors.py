@@ -7,7 +7,7 @@ from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions import Distribution, TransformedDistribution, transforms
 
-from pyro_nami.factors.bijections import peel_support
+from pyro_nami.factors.bijections import peel_support, peel_transform
 from pyro_nami.factors.types import type_of
 from pyro_nami.factors.wrappers import base_of, through_wrappers
 
@@ -49,7 +49,7 @@ def _transformed(leaf: Distribution) -> tuple[Tensor, Tensor] | None:
     """
     if not isinstance(leaf, TransformedDistribution):
         return None
-    base, maps = base_of(leaf), [_without_independent(each) for each in leaf.transforms]
+    base, maps = base_of(leaf), [peel_transform(each) for each in leaf.transforms]
     if maps and isinstance(maps[-1], _OF_SUPPORTS):
         maps.pop()
     real = peel_support(base.support)[0] is constraints.real
@@ -64,9 +64,3 @@ def _transformed(leaf: Distribution) -> tuple[Tensor, Tensor] | None:
         loc, scale = each.loc + slope * loc, slope.abs() * scale
     loc, scale = torch.broadcast_tensors(loc, scale)
     return loc, scale
-
-
-def _without_independent(transform: transforms.Transform) -> transforms.Transform:
-    while isinstance(transform, transforms.IndependentTransform):
-        transform = transform.base_transform
-    return transform

@@ -25,19 +25,23 @@ __all__ = [
     "has_tensor_bounds",
     "interior",
     "is_interval",
-    "normal_bijection_to",
     "peel_support",
+    "peel_transform",
     "support_of",
     "support_on",
 ]
 
 
-def bijection_to(support: Constraint) -> Transform:
+def bijection_to(support: Constraint, of_normal: bool = False) -> Transform:
     """Returns a bijection from unconstrained space to `support`.
 
     This is Pyro's ``biject_to(support)`` where that exists, but between far bounds `NearlyIdentity`. Besides:
     ``lower_cholesky`` (and its softplus kin) by the logarithm of the diagonal, ``positive_definite`` through its
     Cholesky factor, and mixtures by the support of their components.
+
+    Args:
+        support: of the values.
+        of_normal: whether intervals have the bijection that takes Normal variables to uniform ones.
 
     Raises:
         NotImplementedError: no bijection is known (discrete supports, spheres, ...).
@@ -45,26 +49,11 @@ def bijection_to(support: Constraint) -> Transform:
     Example:
         >>> bijection_to(constraints.positive)(torch.tensor([0.0, 1.0]))
         tensor([1.0000, 2.7183])
-    """
-    base, ndims = peel_support(support)
-    bijection = _base_bijection(base)
-    return transforms.IndependentTransform(bijection, ndims) if ndims else bijection
-
-
-def normal_bijection_to(support: Constraint) -> Transform:
-    """Returns a bijection as `bijection_to` does, but for intervals one that takes Normal variables to uniform ones.
-
-    Example:
-        >>> normal_bijection_to(constraints.interval(0.0, 4.0))(torch.tensor([-1.0, 0.0])) / 4
+        >>> bijection_to(constraints.interval(0.0, 4.0), of_normal=True)(torch.tensor([-1.0, 0.0])) / 4
         tensor([0.1587, 0.5000])
     """
-    if not is_interval(support):
-        return bijection_to(support)
     base, ndims = peel_support(support)
-    low, high = base.lower_bound, base.upper_bound  # type: ignore[attr-defined]
-    bijection = transforms.ComposeTransform(
-        [_NormalCDF(), transforms.AffineTransform(low, high - low)]
-    )
+    bijection = _base_bijection(base, of_normal)
     return transforms.IndependentTransform(bijection, ndims) if ndims else bijection
 
 
@@ -87,6 +76,13 @@ def peel_support(support: Constraint) -> tuple[Constraint, int]:
     if type(support) is type(constraints.positive_ordered_vector):
         ndims = max(ndims - 1, 0)
     return support, ndims
+
+
+def peel_transform(transform: Transform) -> Transform:
+    """Returns the transform below all ``IndependentTransform`` wrappers."""
+    while isinstance(transform, transforms.IndependentTransform):
+        transform = transform.base_transform
+    return transform
 
 
 def support_of(distribution: Distribution) -> Constraint:
@@ -251,7 +247,7 @@ class _NormalCDF(Transform):
         return -0.5 * (x * x + math.log(2 * math.pi))
 
 
-def _base_bijection(support: Constraint) -> Transform:
+def _base_bijection(support: Any, of_normal: bool) -> Transform:
     if isinstance(support, type(constraints.lower_cholesky)):
         return LogCholeskyTransform()
     if isinstance(
@@ -265,7 +261,12 @@ def _base_bijection(support: Constraint) -> Transform:
     if isinstance(support, constraints.stack):
         return transforms.StackTransform([bijection_to(part) for part in support.cseq], support.dim)
     if type(support).__name__ == "MixtureSameFamilyConstraint" and not has_tensor_bounds(support):
-        return bijection_to(support.base_constraint)  # type: ignore[attr-defined]
-    if is_interval(support) and NearlyIdentity.suits(support):
-        return NearlyIdentity(support.lower_bound, support.upper_bound)  # type: ignore[attr-defined]
+        return bijection_to(support.base_constraint)
+    if is_interval(support):
+        low, high = support.lower_bound, support.upper_bound
+        if of_normal:
+            to_interval = transforms.AffineTransform(low, high - low)
+            return transforms.ComposeTransform([_NormalCDF(), to_interval])
+        if NearlyIdentity.suits(support):
+            return NearlyIdentity(low, high)
     return biject_to(support)

@@ -80,7 +80,7 @@ class BoxedNormal(JointNormal):
         return torch.where((self.low <= x) & (x <= self.high), log_probs - log_mass, -torch.inf)
 
     def _made(self, loc: Tensor, elements: Any) -> BoxedNormal:
-        other = BoxedNormal(loc, self.lower, self._held, self.event_dim, elements, *self._bounds)
+        other = BoxedNormal(loc, self.lower, self.held, self.event_dim, elements, *self._bounds)
         other._lost = self._lost
         return other
 

@@ -109,8 +109,7 @@ class SiteDistribution(PathScored):
         return self.log_prob_drawn(value, elements)
 
     def log_prob_drawn(self, x: Tensor, drawn: Tensor) -> Tensor:
-        log_probs = self._elements.log_prob(drawn)
-        log_prob = log_probs.squeeze(-1) if log_probs.shape[-1] == 1 else log_probs.sum(-1)
+        log_prob = self._elements.log_prob(drawn).sum(-1)
         log_abs_det = self._layout.log_abs_det(drawn, x)
         if log_abs_det is not None:
             log_prob = log_prob - log_abs_det

@@ -52,7 +52,7 @@ class JointNormal(PathScored):
     ) -> None:
         self.loc = loc
         self.lower = lower
-        self._held = shape
+        self.held = shape
         self._elements = elements
         self._bend = bend
         self._latest = LatestDraw()
@@ -79,22 +79,17 @@ class JointNormal(PathScored):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> JointNormal:
         shape = torch.Size(batch_shape)
-        cut = len(shape) - (len(self._held) - self.event_dim)
+        cut = len(shape) - (len(self.held) - self.event_dim)
         loc = self.loc.expand(shape[:cut] + self.loc.shape[-1:])
         wide = self._made(loc, self._elements)
         wide.fixed = self.fixed
         return wide
 
     @property
-    def held(self) -> torch.Size:
-        """The shape in which a site holds the vector."""
-        return self._held
-
-    @property
     def lead(self) -> torch.Size:
         """The shape of the vectors."""
         full = self.batch_shape + self.event_shape
-        return full[: len(full) - len(self._held)]
+        return full[: len(full) - len(self.held)]
 
     def with_elements(self, elements: Distribution) -> JointNormal:
         """Returns the distribution with other elements of e."""
@@ -102,8 +97,8 @@ class JointNormal(PathScored):
 
     def vectors(self, elements: Tensor) -> Tensor:
         """Returns numbers of the event's elements, instance by instance, ``(*batch, n, k)``, as ``(*lead, E, k)``."""
-        plates = len(self._held) - self.event_dim
-        lead = elements.shape[: elements.dim() - 2 - plates] + self._held[:plates]
+        plates = len(self.held) - self.event_dim
+        lead = elements.shape[: elements.dim() - 2 - plates] + self.held[:plates]
         return (
             elements.expand(lead + elements.shape[-2:]).flatten(-2 - plates, -2)
             if plates
@@ -112,7 +107,7 @@ class JointNormal(PathScored):
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         shape = self._extended_shape(sample_shape)
-        lead = shape[: len(shape) - len(self._held)]
+        lead = shape[: len(shape) - len(self.held)]
         size = lead + self.loc.shape[-1:]
         if self._elements is None:
             noise = torch.randn(size, dtype=self.loc.dtype, device=self.loc.device)
@@ -154,13 +149,13 @@ class JointNormal(PathScored):
 
     def _shown(self, vector: Tensor) -> Tensor:
         """Returns a vector ``(*lead, E)`` in the shape in which the site holds it."""
-        return vector.reshape(vector.shape[:-1] + self._held)
+        return vector.reshape(vector.shape[:-1] + self.held)
 
     def _vector(self, value: Tensor) -> Tensor:
         """Returns a value's elements, ``(*lead, E)``."""
         full = self.batch_shape + self.event_shape
         full = full if value.shape == full else torch.broadcast_shapes(value.shape, full)
-        return value.expand(full).reshape(full[: len(full) - len(self._held)] + self.loc.shape[-1:])
+        return value.expand(full).reshape(full[: len(full) - len(self.held)] + self.loc.shape[-1:])
 
     def _noise(self, x: Tensor) -> Tensor:
         """Returns e of a vector x, ``(*lead, E)``."""
@@ -168,7 +163,7 @@ class JointNormal(PathScored):
 
     def _made(self, loc: Tensor, elements: Distribution | None) -> JointNormal:
         """Returns the distribution with another location, and other elements of e."""
-        return JointNormal(loc, self.lower, self._held, self.event_dim, elements, self._bend)
+        return JointNormal(loc, self.lower, self.held, self.event_dim, elements, self._bend)
 
 
 class MixedNormals(TorchDistribution):

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import ComposeTransform, IndependentTransform, Transform
+from torch.distributions.transforms import ComposeTransform
 from torch.nn.functional import one_hot
 
 from pyro_nami.factors.bijections import (
     bijection_to,
     interior,
-    normal_bijection_to,
     peel_support,
+    peel_transform,
     support_on,
 )
 
@@ -144,7 +143,7 @@ class UnconstrainedLayout(Layout):
         (2, tensor([0.3333, 0.3333, 0.3333]))
     """
 
-    to: Callable[[Constraint], Transform] = staticmethod(bijection_to)
+    of_normal = False  # whether intervals are the CDF of Normal elements
 
     def __init__(self, support: Constraint, event_shape: torch.Size, **options: Any) -> None:
         super().__init__(support, event_shape, **options)
@@ -162,9 +161,8 @@ class UnconstrainedLayout(Layout):
     def elements(self, value: Tensor) -> Tensor:
         if self.bijection is not None:
             value = self.bijection.inv(interior(self.support, value))
-        if not self.free_shape:
-            return value.unsqueeze(-1)
-        return value.flatten(-len(self.free_shape)) if len(self.free_shape) > 1 else value
+        batch = value.shape[: value.dim() - len(self.free_shape)]
+        return value.reshape(batch + (self.num_elements,))
 
     def log_abs_det(self, elements: Tensor, value: Tensor) -> Tensor | None:
         if self.bijection is None:
@@ -178,22 +176,19 @@ class UnconstrainedLayout(Layout):
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         super()._set_support(support, batch_shape)
-        bijection = base = self.to(self.support)
-        while isinstance(base, IndependentTransform):
-            base = base.base_transform
+        bijection = bijection_to(self.support, self.of_normal)
+        base = peel_transform(bijection)
         identity = isinstance(base, ComposeTransform) and not base.parts
         self.bijection = None if identity else bijection
 
     def _free(self, elements: Tensor) -> Tensor:
-        if not self.free_shape:
-            return elements.squeeze(-1)
-        return elements.unflatten(-1, self.free_shape) if len(self.free_shape) > 1 else elements
+        return elements.reshape(elements.shape[:-1] + self.free_shape)
 
 
 class NormalLayout(UnconstrainedLayout):
     """Unconstrained space where uniform variables are Normal, so that what is made of Normals has little to bend."""
 
-    to = staticmethod(normal_bijection_to)
+    of_normal = True
 
 
 class ObservedLayout(UnconstrainedLayout):

@@ -7,7 +7,7 @@ stand for location m + t a and scale t softplus(s). Evidence of pooled instances
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +16,14 @@ from torch.special import ndtr
 
 from pyro_nami.factors.elements import Elements, LatestDraw
 from pyro_nami.factors.joint import to_instances, to_sequence
-from pyro_nami.factors.knots import NeuralSpline
 from pyro_nami.factors.links import RANGE, relative_scale
 
 __all__ = [
     "Coupling",
-    "FlowElements",
     "LinearMap",
     "MixtureElements",
     "NormalElements",
-    "SinhArcsinhElements",
+    "SinhArcsinh",
 ]
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -82,12 +80,14 @@ class Coupling(NamedTuple):
 class NormalElements(Elements):
     """x = loc + scale b(c(e)) with e standard normal: log q(x) = log N(e) - log c'(e) - log b'(c(e)) - log scale.
 
-    Here b is the identity; subclasses bend, by `_bend` and `_straighten`. c couples elements where that is asked for.
+    b bends each element, and c couples elements, where that is asked for; else they are the identity.
 
     Args:
-        params, anchor: ``(*batch, E, 2)``, location and raw scale, and the prior's location and scale.
+        params: ``(*batch, E, 2 + n)``, location, raw scale, and n parameters of the bend.
         evidence: ``(*batch, E, 2)``, a precision and a precision-weighted mean that add to those of the parameters.
+        anchor: ``(*batch, E, 2)``, the prior's location and scale.
         coupling: of the elements.
+        bend: makes b of its parameters ``(*batch, E, n)``: `knots.NeuralSpline`, or `SinhArcsinh`.
 
     Example:
         >>> NormalElements(torch.tensor([[1.0, 0.0]]), anchor=torch.tensor([[10.0, 2.0]])).loc
@@ -96,6 +96,10 @@ class NormalElements(Elements):
         >>> q = NormalElements(torch.tensor([[0.0, 0.5413], [0.0, 0.5413]]), coupling=coupling)  # scales 1
         >>> q.log_prob(torch.tensor([1.0, 2.0]))  # the second is 2 times the first, and no more
         tensor([-1.4189, -0.9189])
+        >>> from pyro_nami.factors.knots import NeuralSpline
+        >>> bent = NormalElements(torch.tensor([[1.0, 0.5413, *[0.0] * 5]]), bend=NeuralSpline)
+        >>> bent.log_prob(torch.ones(1))  # Normal(1, 1), as parameters of zero do not bend
+        tensor([-0.9189])
     """
 
     def __init__(
@@ -104,20 +108,23 @@ class NormalElements(Elements):
         evidence: Tensor | None = None,
         anchor: Tensor | None = None,
         coupling: Coupling | None = None,
+        bend: Callable[[Tensor], Any] | None = None,
     ) -> None:
+        self._maps: list[Any] = [] if coupling is None else [coupling]
+        if bend is not None:
+            self._maps.append(bend(params[..., 2:]))
+            params = params[..., :2]
         location, raw = params.unbind(-1)
         self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
-        self._coupling = coupling
         self._latest = LatestDraw()
         super().__init__(self.loc.shape, validate_args=False)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         shape = self._extended_shape(sample_shape)
         noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
-        coupled, extra = (noise, None) if self._coupling is None else self._coupling.bend(noise)
-        bent, log_slope = self._bend(coupled)
+        bent, log_slope = self._bend(noise)
         x = torch.addcmul(self.loc, self.scale, bent)
-        self._latest.keep(x, noise, _sum(log_slope, extra))
+        self._latest.keep(x, noise, log_slope)
         return x
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -130,74 +137,50 @@ class NormalElements(Elements):
         return self._noise(x)[0]
 
     def at(self, noise: Tensor) -> Tensor:
-        """Returns the elements that are made of standard Normal variables, where none are coupled."""
+        """Returns the elements that are made of standard Normal variables."""
         return torch.addcmul(self.loc, self.scale, self._bend(noise)[0])
-
-    def _noise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the noise of elements, and the logarithm of the slope there (None for zero)."""
-        noise, log_slope = self._straighten((x - self.loc) / self.scale)
-        if self._coupling is None:
-            return noise, log_slope
-        noise, extra = self._coupling.straighten(noise)
-        return noise, _sum(log_slope, extra)
 
     def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns the bent noise, and the logarithm of the slope there (None for zero)."""
-        return noise, None
+        log_slope = None
+        for each in self._maps:
+            noise, more = each.bend(noise)
+            log_slope = _sum(log_slope, more)
+        return noise, log_slope
 
-    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the noise that is bent so, and the logarithm of the slope there (None for zero)."""
-        return bent, None
-
-
-class FlowElements(NormalElements):
-    """A Normal whose b is a monotone rational-quadratic spline; the identity beyond 5, and at parameters of zero.
-
-    Parameters are ``(*batch, E, 2 + 3 bins - 1)``: location, raw scale, widths, heights, derivatives.
-
-    References:
-        Durkan et al. 2019, Neural Spline Flows.
-
-    Example:
-        >>> FlowElements(torch.tensor([[1.0, 0.5413, *[0.0] * 5]])).log_prob(torch.ones(1))  # Normal(1, 1)
-        tensor([-0.9189])
-    """
-
-    def __init__(self, params: Tensor, *rest: Any, **options: Any) -> None:
-        self.spline = NeuralSpline(params[..., 2:])
-        super().__init__(params[..., :2], *rest, **options)
-
-    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return self.spline.bend(noise)
-
-    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
-        return self.spline.straighten(bent)
+    def _noise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the noise of elements, and the logarithm of the slope there (None for zero)."""
+        noise, log_slope = (x - self.loc) / self.scale, None
+        for each in reversed(self._maps):
+            noise, more = each.straighten(noise)
+            log_slope = _sum(log_slope, more)
+        return noise, log_slope
 
 
-class SinhArcsinhElements(NormalElements):
-    """A Normal with two tails of their own weight: b(e) = sinh(a(arcsinh(e))).
+class SinhArcsinh:
+    """Gives a Normal two tails of their own weight: b(e) = sinh(a(arcsinh(e))).
 
     Here a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / 8)`` and ``2 ** tanh(right / 8)`` far
     out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an exponential variable. It is the
     identity where both parameters are zero.
 
-    Parameters are ``(*batch, E, 4)``: location, raw scale, left, right.
+    Args:
+        params: ``(*batch, 2)``, left and right.
 
     References:
         Jones and Pewsey 2009, Sinh-arcsinh distributions: there a is linear, with one slope and a shift.
 
     Example:
-        >>> heavy_right = SinhArcsinhElements(torch.tensor([[0.0, 0.5413, 0.0, 8.0]]))
+        >>> heavy_right = NormalElements(torch.tensor([[0.0, 0.5413, 0.0, 8.0]]), bend=SinhArcsinh)
         >>> heavy_right.log_prob(torch.tensor([6.0])) > heavy_right.log_prob(torch.tensor([-6.0])) + 5
         tensor([True])
     """
 
-    def __init__(self, params: Tensor, *rest: Any, **options: Any) -> None:
-        left, right = (params[..., 2:] / TAIL_UNIT).tanh().exp2().unbind(-1)
+    def __init__(self, params: Tensor) -> None:
+        left, right = (params / TAIL_UNIT).tanh().exp2().unbind(-1)
         self._mean, self._half = (left + right) / 2, (right - left) / 2
-        super().__init__(params[..., :2], *rest, **options)
 
-    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         return self._bend_at(noise.asinh())
 
     def _bend_at(self, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +194,7 @@ class SinhArcsinhElements(NormalElements):
         )
         return a.sinh(), log_slope
 
-    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
+    def straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
         a = bent.asinh()
         c = a + self._half
         product = (self._mean - self._half) * (self._mean + self._half)

@@ -92,6 +92,4 @@ class PathScored(TorchDistribution):
         log_prob = torch.lerp(
             self.log_prob_drawn(x, own), make().log_prob_drawn(x, own), share.now().to(own)
         )
-        if log_prob.shape != self.batch_shape:
-            log_prob = log_prob.expand(torch.broadcast_shapes(log_prob.shape, self.batch_shape))
         return ScoreParts(log_prob, 0, log_prob)  # type: ignore[arg-type]  # as Pyro's own

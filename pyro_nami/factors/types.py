@@ -108,10 +108,6 @@ def _inverse_gamma_anchor(prior: Any) -> Anchor:
     return -mean, scale
 
 
-def _exponential_anchor(prior: Any) -> Anchor:
-    return -euler_constant - log(prior.rate), torch.full_like(prior.rate, _GUMBEL)
-
-
 def _weibull_anchor(prior: Any) -> Anchor:
     spread = prior.concentration.reciprocal()
     return log(prior.scale) - euler_constant * spread, spread * _GUMBEL
@@ -180,7 +176,10 @@ TYPES: dict[type, Row] = {
     td.Chi2: Row(_gamma_anchor, {"df": POSITIVE}),
     td.InverseGamma: _INVERSE_GAMMA,
     dist.InverseGamma: _INVERSE_GAMMA,
-    td.Exponential: Row(_exponential_anchor, {"rate": RATE}),
+    td.Exponential: Row(
+        lambda prior: (-euler_constant - log(prior.rate), torch.full_like(prior.rate, _GUMBEL)),
+        {"rate": RATE},
+    ),
     td.HalfNormal: _scale_only(
         mean=-0.5 * (euler_constant + _LOG_TWO), deviation=_PI / math.sqrt(8.0)
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +20,14 @@ from pyro_nami.factors.bijections import is_interval
 from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.elements import LogisticElements
 from pyro_nami.factors.family import Family
+from pyro_nami.factors.knots import NeuralSpline
 from pyro_nami.factors.layout import NormalLayout
 from pyro_nami.factors.links import raw_scale, relative_scale
 from pyro_nami.factors.normals import (
     Coupling,
-    FlowElements,
     MixtureElements,
     NormalElements,
-    SinhArcsinhElements,
+    SinhArcsinh,
 )
 
 __all__ = [
@@ -46,7 +47,7 @@ __all__ = [
 class NormalFamily(Family):
     """z = T(loc + scale e): a Normal pushed through T, `bijection_to` of the support. Parameters: location, raw scale.
 
-    Subclasses bend it by ``bent``: their parameters are these two, then the bend's, which are zero at `initial`.
+    Subclasses bend it by ``bend``: their parameters are these two, then the bend's, which are zero at `initial`.
 
     Example:
         >>> prior = torch.distributions.LogNormal(torch.tensor(0.0), torch.tensor(1.0))
@@ -55,7 +56,7 @@ class NormalFamily(Family):
         torch.Size([5])
     """
 
-    bent: type[NormalElements] = NormalElements
+    bend: Callable[[Tensor], Any] | None = None
     num_params = 2
     locations: Sequence[int] = (0,)
     takes_evidence = True
@@ -79,12 +80,13 @@ class NormalFamily(Family):
         return F.pad(params, (0, self.num_params - 2))
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Distribution:
-        return self.bent(*self._split(params), anchor)
+        return NormalElements(*self._split(params), anchor, bend=self.bend)
 
     def coupled_distribution(
         self, params: Tensor, anchor: Tensor | None, coupling: Coupling
     ) -> SiteDistribution:
-        return SiteDistribution(self.bent(*self._split(params), anchor, coupling), self.layout)
+        elements = NormalElements(*self._split(params), anchor, coupling, self.bend)
+        return SiteDistribution(elements, self.layout)
 
     def _split(self, params: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns own parameters, and the evidence behind them if there is any."""
@@ -140,7 +142,7 @@ class FlowFamily(NormalFamily):
     CDF, by which uniform ones need no bends, up to their edges, where without it logits start as ``AutoNormal``'s.
     """
 
-    bent = FlowElements
+    bend = NeuralSpline
     alike = ()
 
     def __init__(
@@ -162,7 +164,7 @@ class SinhArcsinhFamily(NormalFamily):
     The default for a scale and other single bounded numbers, as the posterior of a logarithm is skewed.
     """
 
-    bent = SinhArcsinhElements
+    bend = SinhArcsinh
     num_params = 4
     alike = ()
 

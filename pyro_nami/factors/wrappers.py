@@ -41,16 +41,16 @@ def without(distribution: Any, *kinds: type) -> Any:
 
 
 def layers(distribution: Any) -> Iterator[Any]:
-    """Returns the distribution and all that it wraps, the bases of transforms included; the last wraps nothing."""
-    return (layer for _, layer in named_layers(distribution))
+    """Yields the distribution and all that it wraps, the bases of transforms included; the last wraps nothing."""
+    while distribution is not None:
+        yield distribution
+        distribution = base_of(distribution)
 
 
-def named_layers(distribution: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def named_layers(distribution: Any) -> Iterator[tuple[str, Any]]:
     """Yields the `layers`, each behind the path to it: ``""``, ``"base_dist."``, ``"base_dist.base_dist."``."""
-    yield path, distribution
-    base = base_of(distribution)
-    if base is not None:
-        yield from named_layers(base, f"{path}base_dist.")
+    for depth, layer in enumerate(layers(distribution)):
+        yield depth * "base_dist.", layer
 
 
 def through_wrappers(

@@ -57,10 +57,12 @@ class Inverse:
         check_partition(self.net, [order], "the order")
         parents = {v: MappingProxyType(dict(self.parents.get(v, {}))) for v in order}
         joint = {v: frozenset(self.joint.get(v, NO_PLATES)) for v in order}
-        object.__setattr__(self, "order", order)
-        object.__setattr__(self, "parents", MappingProxyType(parents))
-        object.__setattr__(self, "joint", MappingProxyType(joint))
-        object.__setattr__(self, "predictive", frozenset(self.predictive))
+        vars(self).update(
+            order=order,
+            parents=MappingProxyType(parents),
+            joint=MappingProxyType(joint),
+            predictive=frozenset(self.predictive),
+        )
         self._check_supports()
         self._check_parents()
 

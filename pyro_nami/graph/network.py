@@ -96,12 +96,12 @@ class BayesNet:
         sizes = plate_sizes_of(ordered, plate_sizes or {})
         outer = closed_nesting(ordered, nesting or {})
         nested = {plate: outer[plate] for plate in sizes if outer.get(plate)}
-        object.__setattr__(self, "sites", MappingProxyType(ordered))
-        object.__setattr__(
-            self, "edges", tuple(sorted(pairs, key=lambda edge: (rank[edge[1]], rank[edge[0]])))
+        vars(self).update(
+            sites=MappingProxyType(ordered),
+            edges=tuple(sorted(pairs, key=lambda edge: (rank[edge[1]], rank[edge[0]]))),
+            plate_sizes=MappingProxyType(sizes),
+            nesting=MappingProxyType(nested),
         )
-        object.__setattr__(self, "plate_sizes", MappingProxyType(sizes))
-        object.__setattr__(self, "nesting", MappingProxyType(nested))
 
     @classmethod
     def from_edges(
@@ -152,11 +152,10 @@ class BayesNet:
         """Builds a network from a directed graph; the arguments are those of `from_edges`."""
         if not isinstance(graph, nx.DiGraph):
             raise TypeError(f"Expected a networkx.DiGraph; got {type(graph).__name__}.")
-        edges, nodes = graph.edges(), graph.nodes
         return cls.from_edges(
-            edges,
+            graph.edges,
             observed=observed,
-            nodes=nodes,
+            nodes=graph.nodes,
             plates=plates,
             plate_sizes=plate_sizes,
             nesting=nesting,

@@ -50,8 +50,10 @@ class Site:
     marginalized: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plates", frozenset(names_of(self.plates)))
-        object.__setattr__(self, "support_parents", frozenset(names_of(self.support_parents)))
+        vars(self).update(
+            plates=frozenset(names_of(self.plates)),
+            support_parents=frozenset(names_of(self.support_parents)),
+        )
         if self.observed and self.marginalized:
             raise ValueError(
                 f"Expected site {self.name!r} to be observed or marginalized; got both."

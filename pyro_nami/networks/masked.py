@@ -137,8 +137,6 @@ class MaskedMLP(nn.Module):
         for name, multiplier in zip(self.layer_names, self._multipliers((*hidden, output), base)):
             self.register_buffer(f"{name}_mask", multiplier.to(self.units), persistent=False)
             self.register_parameter(name, nn.Parameter(self.units.new_empty(multiplier.shape)))
-        self.register_buffer("_output_scale", None, persistent=False)
-        self._scale_output()
         self.pace = Pace(self._paced()) if base.paced else None
         if self.pace is not None:
             self.pace.patient[:, :-1] = base.patient
@@ -181,7 +179,7 @@ class MaskedMLP(nn.Module):
         """Returns the state of a pass in which no input is known yet; of one step, if it is taken as a ``whole``."""
         *layers, output = [
             getattr(self, name) * self._buffers[f"{name}_mask"] for name in self.layer_names[:-1]
-        ] + [self.output * self._output_scale]
+        ] + [self.output * self._output_scale()]
         biases = [layer[:, -1:] for layer in layers]
         biases.append(output[:, -1:])
         if layers:
@@ -215,23 +213,18 @@ class MaskedMLP(nn.Module):
         parts.append([_shares(units, base.output), _shares(direct, base.inputs)])
         return [F.pad(torch.cat(layer, -1), (0, 1), value=1.0) for layer in parts]
 
-    def _scale_output(self) -> None:
-        """Puts the units into the multipliers of the output layer."""
+    def _output_scale(self) -> Tensor:
+        """Returns what the parameters of the output layer are multiplied by, its units among that."""
         mask: Any = self._buffers["output_mask"]
-        units, bias_units = self.units.unsqueeze(-1), self.bias_units.unsqueeze(-1)
-        self._output_scale = torch.cat((mask[:, :-1] * units, mask[:, -1:] * bias_units), -1)
+        return torch.cat(
+            (mask[:, :-1] * self.units.unsqueeze(-1), self.bias_units.unsqueeze(-1)), -1
+        )
 
-    def set_units(self, units: Tensor | None = None, bias_units: Tensor | None = None) -> None:
+    def set_units(self, units: Tensor, bias_units: Tensor | None = None) -> None:
         """Sets the units of all rows, ``(outputs,)`` each, and leaves the parameters as they are."""
-        if units is not None:
-            self.units.copy_(units)
+        self.units.copy_(units)
         if bias_units is not None:
             self.bias_units.copy_(bias_units)
-        self._scale_output()
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._scale_output()
 
     # What rows are made of
 
@@ -248,7 +241,7 @@ class MaskedMLP(nn.Module):
     def set_direct(self, row: int, columns: Tensor, slopes: Tensor) -> None:
         """Makes a row move with some inputs, that it reads directly, by these slopes."""
         where = row, self._num_units + columns
-        self.output[where] = slopes / self._output_scale[where]
+        self.output[where] = slopes / self._output_scale()[where]
 
     def is_trained(self) -> bool:
         """Whether rows depend on anything."""

@@ -15,8 +15,7 @@ __all__ = ["Pace"]
 
 LOOK_EVERY = 4  # steps between two looks at the speeds
 SHARE = 0.06  # of the latest look in the averages
-MIN_SPEED = 0.1  # in units of the optimizer's step
-MAX_SPEED = 16.0
+MAX_SPEED = 16.0  # in units of the optimizer's step; the least is its inverse
 MIN_STEP = 0.002  # to which a speed leads, in units of the parameter, as a mean of `LOOK_EVERY` signed steps
 MAX_STEP = 0.05
 MAX_GROWTH = 1.25  # factor of a speed between two looks
@@ -29,7 +28,7 @@ class Pace(nn.Module):
 
     With d and l the running means of steps and of their lengths and ``lead = 2 |d| / l - 1``, a speed tends to
     ``1 + lead^2 (0.05 / l - 1)`` where steps agree in their direction (lead > 0), to ``(0.002 / l)^-lead`` where they
-    do not, within 16 and a tenth: no further than steps of 0.05, no less far than steps of 0.002. A *patient* parameter
+    do not, within 16 and 1/16: no further than steps of 0.05, no less far than steps of 0.002. A *patient* parameter
     goes by steps of ``rest`` until they agree, and by none much longer than those before: weights, as at a high rate
     what a row reads of others is noise for long, and one draw from a heavy tail would throw them all; and a bias that
     instances *share*, each adding to it. The latter goes no further than what they leave of a step of 0.05: two that
@@ -95,7 +94,7 @@ class Pace(nn.Module):
         lead = 2 * (self._drift.abs() / length).clamp(max=1.0) - 1
         rest = torch.where(self.patient | self.shared, (self._rest / length).clamp(max=1.0), 1.0)
         fastest = torch.maximum(MAX_STEP / length - self.shared.to(step), rest).clamp(max=MAX_SPEED)
-        slowest = (MIN_STEP / length).clamp(MIN_SPEED, 1.0)
+        slowest = (MIN_STEP / length).clamp(1 / MAX_SPEED, 1.0)
         wanted = torch.lerp(rest, fastest, lead.clamp(min=0.0).square()) * slowest ** (-lead).clamp(
             min=0.0
         )

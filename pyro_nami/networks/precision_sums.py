@@ -48,9 +48,6 @@ class PrecisionSums(nn.Module):
         self.heads_weight = nn.Parameter(torch.empty(2 * heads, num_inputs + 1, **factory))
         self.reset_parameters()
 
-    def extra_repr(self) -> str:
-        return f"{self.num_inputs} inputs, {self.heads} heads"
-
     def reset_parameters(self) -> None:
         """Sets l to 0 and q to 1 for any inputs."""
         with torch.no_grad():

@@ -8,8 +8,6 @@ derivatives of any order.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -72,8 +70,10 @@ class Segments(Along):
         with torch.inference_mode(False):  # a call in training may use it again
             # what is made of it is kept, whatever is written to it
             self.index = index.to(torch.long, copy=True)
-        self.num_segments = num_segments
+            sizes = torch.bincount(self.index, minlength=num_segments)
         super().__init__(dim)
+        self.num_segments = num_segments
+        self._sizes = sizes.view(-1, *(1,) * (-self.axis - 1))
 
     def sum(self, x: Tensor) -> Tensor:
         return self._sum(self._instances(x, self.axis), self.axis)
@@ -112,12 +112,6 @@ class Segments(Along):
                 f"Expected size {len(self.index)} along dim {self.dim}, that of the index; got {x.shape[axis]}."
             )
         return x.expand(_resized(x, axis, len(self.index)))
-
-    @cached_property
-    def _sizes(self) -> Tensor:
-        return torch.bincount(self.index, minlength=self.num_segments).view(
-            -1, *(1,) * (-self.axis - 1)
-        )
 
 
 Reduction = Along

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 __all__ = ["Running", "center_and_spread", "tempered"]
 
 MAX_LINEAR = 10.0  # size up to which features are left as they are, in units of their spread
-FAR = 2.0  # size of centered inputs, in their units, from which the units are widened
 MIN_SHARE = 0.05  # of a new value in the averages
 SELDOM = 8  # passes from one update to the next, once the averages have settled
 
@@ -65,9 +64,6 @@ class Running(nn.Module):
         # passes in training; whether inputs that are data are centered
         self.passes, self.settled = 0, False
 
-    def extra_repr(self) -> str:
-        return f"{len(self.floor)} inputs"
-
     def forward(self, x: Tensor, first: int, last: int) -> Tensor:
         """Returns inputs ``first`` to ``last - 1``, ``(*batch, inputs)``, in these units and tempered."""
         return tempered((x - self.center[first:last]) / self.scale[first:last])
@@ -84,16 +80,8 @@ class Running(nn.Module):
 
     @torch.no_grad()
     def settle(self, x: Tensor, first: int, last: int) -> None:
-        """Centers inputs on their present mean; if they were centered before, widens units in which they are far off.
-
-        The larger the inputs, the further one step of an optimizer moves a network's output.
-        """
-        x, part = x.reshape(-1, x.shape[-1]), slice(first, last)
-        if not self.settled:
-            self._replace("center", part, x.mean(0))
-            return
-        far = (x - self.center[part]).square().mean(0).sqrt()
-        self._replace("scale", part, torch.where(far > FAR, far, self.scale[part]))
+        """Centers inputs ``first`` to ``last - 1`` on their present mean."""
+        self._replace("center", slice(first, last), x.reshape(-1, x.shape[-1]).mean(0))
 
     @torch.no_grad()
     def update(self, x: Tensor, first: int, last: int) -> None:

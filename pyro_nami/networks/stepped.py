@@ -83,7 +83,7 @@ class SteppedState(NamedTuple):
             value = state._sum(layer, known, stop)
             if len(value) != size:
                 value = value.expand(size, -1)
-            if layer < len(known) - 1 and value.shape[1]:
+            if layer < len(known) - 1:
                 value = self.weights.activation(value)
         rows = value.reshape(*shape, value.shape[1])
         return rows, state._replace(known=known, step=stop, batch_shape=shape)

@@ -172,7 +172,7 @@ class NetworkState:
         self._record.innovations[name] = to_sequence(elements, dims)
 
     def settle(self) -> None:
-        """Centers the inputs that are data on those of this call, all of which must be known, or widens their units."""
+        """Centers the inputs that are data on those of this call, all of which must be known."""
         for group in self.network.groups:
             for source, first, last, start in group.columns(0, len(group.steps)):
                 if source in group.data:

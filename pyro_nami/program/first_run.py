@@ -33,9 +33,8 @@ class _InitContinuous(InitMessenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         make_whole(msg)
-        with suppress(NotImplementedError, AttributeError):
-            if msg["fn"].support.is_discrete:
-                return
+        if site_is_subsample(msg) or msg["fn"].support.is_discrete:
+            return
         with suppress(NotImplementedError):
             super()._pyro_sample(msg)
 
@@ -89,8 +88,11 @@ def is_partial(msg: Any) -> bool:
 
 def subsamples(nodes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns plate name -> indices, for every plate that the traced run subsampled."""
-    plates = ((name, site) for name, site in nodes.items() if site_is_subsample(site))
-    return {name: site["value"] for name, site in plates if len(site["value"]) < site["fn"].size}
+    return {
+        name: site["value"]
+        for name, site in nodes.items()
+        if site_is_subsample(site) and len(site["value"]) < site["fn"].size
+    }
 
 
 def allows_nan(site: Mapping[str, Any]) -> bool:

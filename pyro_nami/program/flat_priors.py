@@ -70,13 +70,11 @@ def flat_prior(fn: Any) -> Flat | None:
 
     Half-flat ones, on positive numbers say, are none: these are priors of scales.
     """
-    base = innermost(fn)
-    if type(base) is dist.Uniform:
-        return Flat(base.low.detach(), base.high.detach())
-    if type(base) is not dist.ImproperUniform:
+    base: Any = innermost(fn)
+    if type(base) not in (dist.Uniform, dist.ImproperUniform):
         return None
     support, _ = peel_support(base.support)
-    if support is constraints.real or type(support) is type(constraints.real):
+    if type(support) is type(constraints.real):
         return Flat(torch.tensor(-math.inf), torch.tensor(math.inf))
     if is_interval(support):
         low, high = (torch.as_tensor(each) for each in (support.lower_bound, support.upper_bound))  # type: ignore[attr-defined]

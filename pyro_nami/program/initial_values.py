@@ -35,7 +35,7 @@ PRIOR_DRAWS = 101
 # distance of a median from the origin, in unconstrained space; nearer ones are no other start
 FAR = 0.5
 # parts of the way to a median; without the shorter ones, vague priors would take latents beyond the data
-SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
+SHARES = tuple(0.5**halvings for halvings in range(5))
 
 
 def near_origin(site: Any) -> Tensor:
@@ -80,14 +80,14 @@ def likely_start(program: Program, scale: float) -> poutine.Trace:
     with untouched(*program.roots), torch.no_grad(), pyro.validation_enabled(False):
         here = ways.likelihoods({}, scale)
         whole = ways.likelihoods(dict.fromkeys(map(_kind, latent), 1.0), scale)
-        if _is_better(whole - here):
+        if (whole > here).all():
             at, here = dict.fromkeys(ways.shares, 1.0), whole
         for kind, share in [(name, each) for name in ways.shares for each in ways.shares[name]]:
             if share == at.get(kind, 0.0):
                 continue
             other = {**at, kind: share}
             there = ways.likelihoods(other, scale)
-            if _is_better(there - here):
+            if (there > here).all():
                 at, here = other, there
     return ways.run(at, 0.0) if any(at.values()) else first
 
@@ -138,10 +138,6 @@ class _WaysToMedians:
                 found.append(-torch.inf)
         least = -torch.inf
         return torch.tensor(found, dtype=torch.float64).nan_to_num(least, least, least)
-
-
-def _is_better(gain: Tensor) -> bool:
-    return bool((gain > 0).all())
 
 
 def _is_real(fn: Any) -> bool:

@@ -39,8 +39,9 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Layers whose training mode draws random numbers or mixes the instances of a batch.
-_STOCHASTIC_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
+# Layers that drop units in training, and those whose training mode mixes the instances of a batch.
+_DROPPING = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+_STOCHASTIC = (*_DROPPING, _NormBase)
 _ATEN = torch.ops.aten
 _BY_DIMS = {_ATEN.index, _ATEN.index_put, _ATEN.index_put_}  # (values, indices of the first dims)
 _ALONG_A_DIM = {_ATEN.index_select, _ATEN.gather}  # (values, dim, index); of rows: (values, index)
@@ -54,8 +55,8 @@ def random_layers(*roots: Any) -> list[nn.Module]:
         >>> random_layers(dropout), random_layers(dropout.eval())
         ([Dropout(p=0.5, inplace=False)], [])
     """
-    modules = (module for root in _modules(roots) for module in root.modules())
-    return list(dict.fromkeys(each for each in modules if each.training and _share(each)))
+    dropouts = (each for each in _modules(roots) if each.training and isinstance(each, _DROPPING))
+    return [each for each in dropouts if getattr(each, "p", getattr(each, "dropout", 0.0))]
 
 
 @contextmanager
@@ -72,12 +73,6 @@ def dropping(layers: Iterable[nn.Module]) -> Iterator[None]:
         for layer, training, share in before:
             layer.training = training
             setattr(layer, names[layer], share)
-
-
-def _share(module: nn.Module) -> float:
-    """Returns the share of its units that a layer drops in training; 0 for a layer without dropout."""
-    drops = isinstance(module, (_DropoutNd, nn.RNNBase, nn.MultiheadAttention))
-    return float(getattr(module, "p", getattr(module, "dropout", 0.0))) if drops else 0.0
 
 
 def outside_of_traces(function: Callable[[], R]) -> R:
@@ -109,14 +104,16 @@ def untouched(*roots: Any) -> Iterator[None]:
         >>> "of_a_run" in pyro.get_param_store()
         False
     """
-    modules = {module: module.training for root in _modules(roots) for module in root.modules()}
-    items = [(module._buffers, key, b) for module in modules for key, b in module._buffers.items()]
+    modules = {module: module.training for module in _modules(roots)}
     buffers = [
-        (place, key, b, b.clone()) for place, key, b in items if b is not None and not is_lazy(b)
+        (module._buffers, key, buffer, buffer.clone())
+        for module in modules
+        for key, buffer in module._buffers.items()
+        if buffer is not None and not is_lazy(buffer)
     ]
     try:
         for module, training in modules.items():
-            module.training = training and not isinstance(module, _STOCHASTIC_LAYERS)
+            module.training = training and not isinstance(module, _STOCHASTIC)
         with kept_store(), forked_rng(), _deterministic(), bounded_indices():
             yield
     finally:
@@ -270,14 +267,15 @@ def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _modules(roots: Iterable[Any]) -> list[nn.Module]:
-    """The modules that callables are, are bound to, wrap, close over or name, up to four steps away."""
+    """The modules, and parts of these, that callables are, wrap, close over or name, up to four steps away."""
     seen: dict[int, Any] = {}
     level = list(roots)
     for _ in range(4):
         fresh = {id(value): value for value in level if value is not None and id(value) not in seen}
         seen |= fresh
         level = [part for value in fresh.values() for part in _parts(value)]
-    return [value for value in seen.values() if isinstance(value, nn.Module)]
+    found = (value for value in seen.values() if isinstance(value, nn.Module))
+    return list(dict.fromkeys(part for module in found for part in module.modules()))
 
 
 def _parts(value: Any) -> list[Any]:

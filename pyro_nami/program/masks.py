@@ -63,15 +63,9 @@ def log_density_of(
     site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor], Tensor] | None = None
 ) -> Tensor:
     """Returns a site's log density, or what takes its place, as far as its mask counts it, ``(*batch, *plates)``."""
-    fn = site["fn"]
-    value = without_gaps(site)
-    mask = site["mask"]
+    fn, value, mask = site["fn"], without_gaps(site), site["mask"]
     log_prob = log_prob_of(fn, value) if log_prob_of else fn.log_prob(value)
-    return (
-        log_prob
-        if mask is None
-        else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
-    )
+    return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, 0.0)
 
 
 def without_gaps(site: Mapping[str, Any]) -> Tensor:

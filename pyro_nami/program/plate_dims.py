@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from pyro.poutine.indep_messenger import IndepMessenger
-from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK, get_plates
+from pyro.poutine.runtime import _DIM_ALLOCATOR, get_plates
 from torch import Tensor
 
 __all__ = ["any_along", "first_instance", "frames_of", "outer_sizes", "own_dims", "spread"]
@@ -49,8 +48,6 @@ def own_dims() -> Iterator[None]:
 
 def outer_sizes(nesting: int) -> torch.Size:
     """Returns the sizes of the plates around, to the left of a model's own ``nesting`` plate dims."""
-    if not any(isinstance(handler, IndepMessenger) for handler in _PYRO_STACK):
-        return torch.Size()
     plates: list[Any] = [frame for frame in get_plates() if frame.vectorized]
     sizes = {-frame.dim: frame.size for frame in plates}
     return torch.Size(sizes.get(dim, 1) for dim in range(max(sizes, default=0), nesting, -1))

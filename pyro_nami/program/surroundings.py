@@ -49,40 +49,36 @@ NUMBERS = (bool, int, float, str)
 PLAIN = (*NUMBERS, NoneType)
 # attributes that torch sets on modules
 OWN_NAMES = frozenset({"training", "_parameters", "_buffers", "_modules"})
-MISSING = object()
+MISSING, ALL = object(), object()
 
 
 class _Place(NamedTuple):
-    """Where a value is found: a name, an item, or all that a container holds beyond its items.
+    """Where a value is found: an item of a list or dict, an attribute, or all items of a list or dict.
 
     Attributes:
-        read: returns what the place holds; `MISSING` if nothing.
-        write: puts a value there.
+        holder: the list, dict or object.
+        key: of the item or attribute; `ALL` for all items.
         value: what the place held.
         copy: the same with copies of tensors and arrays, which may be written to later.
         stamp: of `value`: another one once it is written to.
     """
 
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
+    holder: Any
+    key: Any
     value: Any
     copy: Any
     stamp: Hashable
-
-    @classmethod
-    def of(cls, read: Callable[[], Any], write: Callable[[Any], Any]) -> _Place:
-        """Returns a place with what it holds."""
-        value = read()
-        return cls(read, write, value, _copied(value), _stamp(value))
 
     def replaced(self, value: Any) -> _Place:
         """Returns the place with another value; the place itself if that is the same."""
         return self if value is self.copy else self._replace(value=value, copy=value, stamp=None)
 
     def has_changed(self) -> bool:
-        """Whether the place holds something else now."""
-        now = self.read()
-        if self.is_number or isinstance(now, (_More, NUMBERS)):
+        """Whether the place holds something else now; of all items, whether there are more."""
+        now = _read(self.holder, self.key)
+        if isinstance(now, _Items):
+            return bool(now.keys() - self.value.keys())
+        if self.is_number or isinstance(now, NUMBERS):
             return type(now) is not type(self.value) or bool(now != self.value)
         return now is not self.copy and (now is not self.value or _stamp(now) != self.stamp)
 
@@ -92,8 +88,8 @@ class _Place(NamedTuple):
         return isinstance(self.value, NUMBERS)
 
 
-class _More(list):
-    """What a container holds beyond the items that it had: nothing, at first."""
+class _Items(dict):
+    """What a list or dict holds, by index or key."""
 
 
 class Surroundings:
@@ -181,14 +177,14 @@ class Surroundings:
     def restored(self) -> Iterator[None]:
         """Puts back all values that have changed; at the end those that were there in between."""
         changed = [place for place in self._places.values() if place.has_changed()]
-        between = [(place, place.read()) for place in changed]
+        between = [(place, _read(place.holder, place.key)) for place in changed]
         try:
             for place in changed:
-                place.write(place.copy)
+                _write(place.holder, place.key, place.copy)
             yield
         finally:
             for place, value in reversed(between):
-                place.write(value)
+                _write(place.holder, place.key, value)
 
     # ---- places
 
@@ -216,22 +212,11 @@ class Surroundings:
         return self._attributes(value)
 
     def _items(self, holder: list | dict) -> list[Any]:
-        """Notes the items of a list or dict, and their number; nothing of a long one."""
-        known = _keys(holder)
-        if max(len(known), len(self._places)) > MOST_ITEMS:
+        """Notes the items of a list or dict, and which there are; nothing of a long one."""
+        if max(len(holder), len(self._places)) > MOST_ITEMS:
             return []
-        found = [self._note_item(holder, key) for key in known]
-
-        def more() -> _More:
-            return _More((key, _item(holder, key)) for key in _keys(holder) if key not in known)
-
-        def write(items: _More) -> None:
-            for key, _ in reversed(more()):
-                _set_item(holder, key, MISSING)
-            for key, item in items:
-                _set_item(holder, key, item)
-
-        self._note(holder, MISSING, more, write)
+        found = [self._note(holder, key) for key in _read(holder, ALL)]
+        self._note(holder, ALL)
         return found
 
     def _parts_of_function(self, function: FunctionType) -> list[Any]:
@@ -239,7 +224,7 @@ class Surroundings:
             return []
         names = names_in(function.__code__)
         self._names.update(names)
-        cells = [self._note_attribute(cell, "cell_contents") for cell in function.__closure__ or ()]
+        cells = [self._note(cell, "cell_contents") for cell in function.__closure__ or ()]
         wrapped = getattr(function, "__wrapped__", None)
         return [*cells, *self._note_names(function.__globals__, names), wrapped]
 
@@ -261,9 +246,9 @@ class Surroundings:
                 elif isinstance(held, property):
                     found.append(held.fget)
                 elif isinstance(held, MemberDescriptorType):
-                    found += [] if value is kind else [self._note_attribute(value, name)]
+                    found += [] if value is kind else [self._note(value, name)]
                 elif isinstance(held, FunctionType) or not hasattr(type(held), "__get__"):
-                    found.append(self._note_attribute(each, name))
+                    found.append(self._note(each, name))
         own_names = vars(value) if hasattr(value, "__dict__") and value is not kind else {}
         found += self._note_names(own_names, self._names - OWN_NAMES)
         if isinstance(value, nn.Module):
@@ -274,25 +259,15 @@ class Surroundings:
     def _note_names(self, holder: dict[str, Any], names: Iterable[str]) -> list[Any]:
         """Notes names of a namespace, and returns what they stand for."""
         found = sorted(name for name in holder.keys() & set(names) if not name.startswith("_pyro"))
-        return [self._note_item(holder, name) for name in found]
+        return [self._note(holder, name) for name in found]
 
-    def _note_item(self, holder: list | dict, key: Any) -> Any:
-        read = partial(_item, holder, key)
-        return self._note(holder, key, read, partial(_set_item, holder, key))
-
-    def _note_attribute(self, owner: Any, name: str) -> Any:
-        """Notes an attribute of a class, or one of an object that is not in its dict."""
-        read = partial(_attribute, owner, name)
-        return self._note(owner, name, read, partial(_set_attribute, owner, name))
-
-    def _note(
-        self, owner: Any, name: Any, read: Callable[[], Any], write: Callable[[Any], Any]
-    ) -> Any:
-        """Notes a place of an object if it holds data; returns what it holds."""
-        key, value = (id(owner), name), read()
+    def _note(self, holder: Any, name: Any) -> Any:
+        """Notes a place if it holds data; returns what it holds."""
+        key, value = (id(holder), name), _read(holder, name)
         with suppress(Exception):  # whatever copies of others' objects raise
             if key not in self._apart and len(self._places) <= MOST_ITEMS and _is_data(value):
-                self._places.setdefault(key, _Place.of(read, write))
+                place = _Place(holder, name, value, _copied(value), _stamp(value))
+                self._places.setdefault(key, place)
         return value
 
     def _is_foreign(self, module: str | None) -> bool:
@@ -344,42 +319,41 @@ def _run_within(surroundings: Surroundings, model: Callable, *args: Any, **kwarg
         return model(*args, **kwargs)
 
 
-def _keys(holder: list | dict) -> Collection[Any]:
-    return range(len(holder)) if isinstance(holder, list) else dict.fromkeys(holder)
-
-
-def _item(holder: list | dict, key: Any) -> Any:
+def _read(holder: Any, key: Any) -> Any:
+    """Returns what a place holds: an item, all items, or an attribute (a class's own one); `MISSING` for nothing."""
+    if key is ALL:
+        return _Items(enumerate(holder) if isinstance(holder, list) else dict.items(holder))
     if isinstance(holder, list):
         return holder[key] if key < len(holder) else MISSING
-    return dict.get(holder, key, MISSING)
-
-
-def _set_item(holder: list | dict, key: Any, value: Any) -> None:
-    """Sets an item, or takes it away; not by methods of a user's class, which may do something else."""
-    if isinstance(holder, list):
-        holder[key : key + 1] = [] if value is MISSING else [value]
-        return
-    kind = OrderedDict if isinstance(holder, OrderedDict) else dict
-    if value is not MISSING:
-        kind.__setitem__(holder, key, value)
-    elif key in holder:
-        kind.__delitem__(holder, key)
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    """Returns an attribute of an object, or a class's own one; `MISSING` if there is none, or a cell is empty."""
-    if isinstance(owner, type):
-        return vars(owner).get(name, MISSING)
-    with suppress(AttributeError, ValueError):
-        return getattr(owner, name)
+    if isinstance(holder, dict):
+        return dict.get(holder, key, MISSING)
+    if isinstance(holder, type):
+        return vars(holder).get(key, MISSING)
+    with suppress(AttributeError, ValueError):  # the latter of an empty cell
+        return getattr(holder, key)
     return MISSING
 
 
-def _set_attribute(owner: Any, name: str, value: Any) -> None:
-    if value is MISSING:
-        delattr(owner, name)
+def _write(holder: Any, key: Any, value: Any) -> None:
+    """Puts a value in a place, or takes it away; not by methods of a user's class, which may do something else."""
+    if key is ALL:
+        now = _read(holder, ALL)
+        for more in reversed([key for key in now if key not in value]):
+            _write(holder, more, MISSING)
+        for lost in [key for key in value if key not in now]:
+            _write(holder, lost, value[lost])
+    elif isinstance(holder, list):
+        holder[key : key + 1] = [] if value is MISSING else [value]
+    elif isinstance(holder, dict):
+        kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+        if value is not MISSING:
+            kind.__setitem__(holder, key, value)
+        elif key in holder:
+            kind.__delitem__(holder, key)
+    elif value is MISSING:
+        delattr(holder, key)
     else:
-        setattr(owner, name, value)
+        setattr(holder, key, value)
 
 
 def _package_of(value: Any) -> str:

@@ -17,19 +17,14 @@ from torch.distributions.constraints import Constraint
 from pyro_nami.factors.wrappers import without
 from pyro_nami.reading.covariates import parameters
 
-__all__ = ["differs", "moved", "numbers_in", "same_support", "support_of"]
+__all__ = ["differs", "moved", "numbers_in", "same_support"]
 
 # What log_prob raises where a distribution has none, or has none at this value.
 _NO_DENSITY = (NotImplementedError, KeyError, ValueError, RuntimeError)
 
 
 def moved(
-    before: Any,
-    after: Any,
-    *,
-    density_only: bool = False,
-    by_element: bool = False,
-    kept: dict[Any, Tensor] | None = None,
+    before: Any, after: Any, *, density_only: bool = False, by_element: bool = False
 ) -> Tensor:
     """Returns which instances ``(*batch)`` of a site differ, to the bit, between its messages in two runs.
 
@@ -41,7 +36,6 @@ def moved(
         before, after: the messages.
         density_only: whether parameters do not count if there is a log density: they also show how sums were rounded.
         by_element: whether elements that are independent by ``to_event`` are instances of their own.
-        kept: empty at first; keeps what was computed of ``before`` for comparisons with other runs.
 
     Example:
         >>> def site(loc):
@@ -56,10 +50,7 @@ def moved(
         return torch.ones_like(result)
     # a copy, as transforms remember the values that they have drawn
     judged = torch.as_tensor(before["value"]).clone()
-    old = {} if kept is None else kept
-    if not old:
-        old.update(_readings(before, judged, density_only, by_element))
-    new = _readings(after, judged, density_only, by_element)
+    old, new = (_readings(each, judged, density_only, by_element) for each in (before, after))
     result = result.to(judged.device)
     for key in old.keys() | new.keys():
         if key not in old or key not in new or old[key].shape != new[key].shape:
@@ -68,21 +59,21 @@ def moved(
     return result
 
 
-def differs(before: Any, after: Any, kept: dict[Any, Tensor]) -> bool:
+def differs(before: Any, after: Any) -> bool:
     """Whether a site, or its support, differs to the bit between its messages in two runs; see `moved`.
 
     A distribution without a density is compared by all numbers that it is made of.
     """
-    if bool(moved(before, after, density_only=True, kept=kept).any()):
+    if bool(moved(before, after, density_only=True).any()):
         return True
-    if "log_prob" not in kept and not _same_numbers(before["fn"], after["fn"]):
-        return True
-    return not same_support(before["fn"], after["fn"])
+    old, new = before["fn"], after["fn"]
+    has_density = _log_prob(old, torch.as_tensor(before["value"]).clone()) is not None
+    return not (same_support(old, new) and (has_density or _same_numbers(old, new)))
 
 
 def same_support(a: Any, b: Any) -> bool:
     """Whether the supports of two distributions are made of the same numbers."""
-    return _same_numbers(support_of(a), support_of(b))
+    return _same_numbers(a.support, b.support)
 
 
 def _same_numbers(a: Any, b: Any) -> bool:
@@ -100,14 +91,7 @@ def numbers_in(value: Any) -> list[Tensor]:
         ]
     if isinstance(value, (list, tuple)):
         return [leaf for part in value for leaf in numbers_in(part)]
-    return [torch.as_tensor(value)] if isinstance(value, Tensor) or _is_number(value) else []
-
-
-def support_of(fn: Any) -> Any:
-    """Returns the support of a distribution; None if it has none."""
-    with suppress(NotImplementedError, AttributeError):
-        return fn.support
-    return None
+    return [torch.as_tensor(value)] if isinstance(value, (Tensor, bool, int, float)) else []
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
@@ -115,8 +99,11 @@ def _equal(a: Tensor, b: Tensor) -> Tensor:
     return (a == b) | (a.isnan() & b.isnan())
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))
+def _log_prob(fn: Any, value: Tensor) -> Tensor | None:
+    """Returns log densities; None where there are none."""
+    with suppress(*_NO_DENSITY):
+        return fn.log_prob(value).detach()
+    return None
 
 
 def _fixed(site: Mapping[str, Any]) -> list[Any]:
@@ -131,9 +118,8 @@ def _readings(
     fn = without(site["fn"], Independent) if by_element else site["fn"]
     batch = fn.batch_shape
     inner = (1,) * (len(batch) - len(site["fn"].batch_shape))
-    found: dict[Any, Any] = {}
-    with suppress(*_NO_DENSITY):
-        found["log_prob"] = fn.log_prob(value).detach().unsqueeze(-1)
+    log_prob = _log_prob(fn, value)
+    found: dict[Any, Any] = {} if log_prob is None else {"log_prob": log_prob.unsqueeze(-1)}
     if not found or not density_only:
         # after log_prob, which makes a distribution keep parameters of the other kind, logits or probs
         found.update(parameters(fn))

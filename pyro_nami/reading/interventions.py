@@ -15,7 +15,7 @@ from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_nami.program.vectorized import unmapped
-from pyro_nami.reading.changes import numbers_in, same_support, support_of
+from pyro_nami.reading.changes import numbers_in, same_support
 from pyro_nami.reading.probe import ROUNDS, TRIES, Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
 from pyro_nami.reading.untested_pairs import Untested
@@ -77,7 +77,7 @@ def claim(probe: Probe) -> Dependencies:
         # from a transform that knows the inverse of its own draws only
         except (NotImplementedError, KeyError):
             density = numbers_in(fn)
-        support = tracker.provenance(numbers_in(support_of(fn)))
+        support = tracker.provenance(numbers_in(fn.support))
         reads = origin | support | tracker.provenance(density, msg["mask"], msg["scale"])
         found.parents[name] = earlier & reads
         found.support[name] = earlier & support & probe.latent
@@ -242,20 +242,17 @@ class _Interventions:
                 worth[rank, :rank] = 1 + suspect * count  # goes first
         return Untested(held.reshape(count, count), worth)
 
-    def _free(self, name: str) -> frozenset[str]:
-        """The sites that may change in a run that tests ``name``: neither what it reads nor later arguments."""
-        later = self.probe.arguments.intersection(self.probe.order[self.probe.rank[name] :])
-        return self.probe.changeable - self.found.parents[name] - later
-
     def _held(self, name: str) -> list[bool]:
-        """Whether each site has to be held in a run that tests ``name``."""
-        free = self._free(name)
-        return [u not in free for u in self.probe.order]
+        """Whether each site has to be held in a run that tests ``name``: what it reads, and later arguments."""
+        probe = self.probe
+        later = probe.arguments.intersection(probe.order[probe.rank[name] :])
+        free = probe.changeable - self.found.parents[name] - later
+        return [u not in free for u in probe.order]
 
     def _candidates(self, name: str) -> list[str]:
         """The sites that ``name`` could read but is not known to."""
-        free = self._free(name)
-        return [u for u in self.probe.order[: self.probe.rank[name]] if u in free]
+        earlier = self.probe.order[: self.probe.rank[name]]
+        return [u for u, held in zip(earlier, self._held(name)) if not held]
 
     def _repair(self, name: str, origin: Run, run: Run) -> bool:
         """Adds the parents that were lost, one bisection each, until nothing else moves it; whether any were."""

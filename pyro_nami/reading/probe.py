@@ -54,18 +54,15 @@ class Run(NamedTuple):
         values: the value that the model got at each site, and of each plate the instances.
         sites: site -> its message; of an observed site with the data that the model itself observes.
         error: what ended the run early.
-        kept: site -> what comparisons with other runs have computed of it.
     """
 
     values: dict[str, Any]
     sites: dict[str, Any]
     error: Exception | None
-    kept: dict[str, dict[Any, Tensor]]
 
     def differs(self, origin: Run, name: str) -> bool:
         """Whether a site is not, to the bit, what it was in another run."""
-        kept = origin.kept.setdefault(name, {})
-        return differs(origin.sites[name], self.sites.get(name), kept)
+        return differs(origin.sites[name], self.sites.get(name))
 
     def strayed(self, origin: Run, name: str, place: Place, changed: Tensor) -> Tensor:
         """Returns which rows of a site in a plate moved, though their instances were not ``changed``, ``(size,)``."""
@@ -292,15 +289,11 @@ def _run(
     values: dict[str, Any] = {}
     sites: dict[str, Any] = {}
     data: dict[str, Any] = {}
-    nodes = set()
 
     def chosen(msg: Any) -> Any:
-        name = msg["name"]
-        if is_node(msg):
-            nodes.add(name)
-        elif not is_partial(msg):
+        if not is_node(msg) and not is_partial(msg):
             return None
-        value = choose(msg)
+        name, value = msg["name"], choose(msg)
         if msg["is_observed"]:
             data[name] = base[name] if value is msg["value"] else msg["value"]
         return value
@@ -309,7 +302,7 @@ def _run(
         name, value = msg["name"], msg["value"]
         if site_is_subsample(msg):
             values[name] = value
-        elif name in nodes:
+        elif is_node(msg):
             values[name] = value
             sites[name] = {**msg, "value": data.get(name, value)}
             note(msg)
@@ -319,7 +312,7 @@ def _run(
         program.run(Runner({}, choose=chosen, note=noted))
     except Exception as raised:  # noqa: BLE001  whatever a model does at values that it was not written for
         error = raised
-    return Run(values, sites, error, {})
+    return Run(values, sites, error)
 
 
 def _first_value(msg: Any, init: Callable[[dict], Tensor] | None, drawing: bool) -> Any:

@@ -22,7 +22,17 @@ from pyro_nami.program.plate_dims import any_along, spread
 from pyro_nami.program.runner import RunModel
 from pyro_nami.reading.changes import moved
 
-__all__ = ["NONE", "SEVERAL", "MapPlan", "Trial", "along", "completed", "find_maps", "maps_hold"]
+__all__ = [
+    "NONE",
+    "SEVERAL",
+    "MapPlan",
+    "Trial",
+    "along",
+    "completed",
+    "find_maps",
+    "maps_hold",
+    "moved_instances",
+]
 
 Key = tuple[str, str]
 
@@ -88,10 +98,11 @@ def maps_hold(
     generator = torch.Generator("cpu").manual_seed(0)
     for plan in plans:
         trial = Trial(run, plan, held)
+        dims = {name: {q: plan.dims[q]} for name, q in plan.targets.items()}
         for _ in range(HALVES):
             half = torch.randperm(trial.size, generator=generator, device="cpu") < trial.size // 2
             changed = half.nonzero().flatten()
-            for q, rows in moved_instances(trial.moved(half), plan).items():
+            for q, rows in moved_instances(trial.moved(half), dims).items():
                 index = maps[q, plan.plate].to(rows.device)
                 if not torch.equal(rows, torch.isin(index, changed.to(rows.device))):
                     return False
@@ -149,13 +160,15 @@ class Trial:
         }
 
 
-def moved_instances(rows: Mapping[str, Tensor], plan: MapPlan) -> dict[str, Tensor]:
-    """Returns plate of a plan's targets -> which of its instances, ``(size,)``, move at one of the changes."""
+def moved_instances(
+    rows: Mapping[str, Tensor], dims: Mapping[str, Mapping[str, int]]
+) -> dict[str, Tensor]:
+    """Returns plate -> which of its instances, ``(size,)``, move at some site; ``dims``: of the plates of each site."""
     found: dict[str, Tensor] = {}
     for name, here in rows.items():
-        q = plan.targets[name]
-        there = any_along(here, plan.dims[q])
-        found[q] = found.get(q, there) | there
+        for q, dim in dims[name].items():
+            there = any_along(here, dim)
+            found[q] = found.get(q, there) | there
     return found
 
 

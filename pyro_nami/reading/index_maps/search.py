@@ -15,9 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.program.plate_dims import any_along, first_instance
+from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.program.site_values import redraw
-from pyro_nami.reading.index_maps.decoding import NONE, SEVERAL, MapPlan, Trial, along, completed
+from pyro_nami.reading.index_maps.decoding import (
+    NONE,
+    SEVERAL,
+    MapPlan,
+    Trial,
+    along,
+    completed,
+    moved_instances,
+)
 from pyro_nami.reading.index_maps.given import given_by_plates
 from pyro_nami.reading.index_maps.nesting import Nesting
 from pyro_nami.reading.interventions import Dependencies
@@ -50,46 +58,42 @@ def search_maps(
         >>> search_maps(probe, claim(probe), {})[0]
         {('obs', 'county'): tensor([0, 2, 1, 1])}
     """
-    nesting = Nesting(probe, found, *given_by_plates(probe, given))
-    search = _Search(nesting)
+    search = _Search(probe, found, *given_by_plates(probe, given))
     if probe.budget > 0:
         search.find()
-    nesting.settle()
-    return nesting.maps, search.plans(), nesting.finished
+    search.settle()
+    return search.maps, search.plans(), search.finished
 
 
-class _Search:
-    """Adds the maps that runs show to a nesting, and plans how to find in other calls the maps that are kept."""
+class _Search(Nesting):
+    """A nesting that finds its maps by runs, and plans how to find in other calls those that are kept."""
 
-    def __init__(self, nesting: Nesting) -> None:
-        self.nesting = nesting
-        self.probe = nesting.probe
-        self.parents = nesting.parents
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.sites = self.probe.first.sites
         # plate -> the plan by which maps into it were found
         self.found: dict[str, MapPlan] = {}
 
     def find(self) -> None:
         """Finds candidate maps into every plate, as far as the budget goes."""
-        maps = self.nesting.maps
         try:
             for plate, size in self.probe.sizes.items():
                 if size > 1:
                     self._find(plate)
-                    self.nesting.drop([key for key, rows in maps.items() if (rows < 0).any()])
+                    self.drop([key for key, rows in self.maps.items() if (rows < 0).any()])
         except OutOfBudget:
-            self.nesting.finished = False
+            self.finished = False
 
     def plans(self) -> tuple[MapPlan, ...]:
         """The plans of the maps that are left; those that were given are never to be tested, but have a place."""
-        left = self.nesting.maps.keys() - self.nesting.given.keys()
+        left = self.maps.keys() - self.given.keys()
         dims = {plate: frame.dim for plate, frame in self.probe.plates.items()}
         plans = {}
         for p, plan in self.found.items():
             targets = {name: q for name, q in plan.targets.items() if (q, p) in left}
             if targets:
                 plans[p] = plan._replace(targets=targets)
-        for (latent, site), (q, p) in self.nesting.pairs.items():
+        for (latent, site), (q, p) in self.pairs.items():
             plan = plans.get(p, MapPlan(p, dims[p], {}, {}, {}))
             plans[p] = plan._replace(
                 values={latent: self._pair(latent), **plan.values},
@@ -117,9 +121,9 @@ class _Search:
 
     def _is_target(self, name: str, plate: str, latents: Collection[str]) -> bool:
         plates = self.probe.plates_of[name]
-        if name in self.nesting.hidden or plate in plates or not plates:
+        if name in self.hidden or plate in plates or not plates:
             return False
-        return any(u in self.parents[name] and (u, name) not in self.nesting.pairs for u in latents)
+        return any(u in self.parents[name] and (u, name) not in self.pairs for u in latents)
 
     def _moving_plan(self, plate: str, latents: list[str], targets: list[str]) -> MapPlan | None:
         """Returns a plan whose two values move every row of its targets' plates, as many targets as can be had."""
@@ -132,7 +136,11 @@ class _Search:
                 rows = trial.moved(torch.ones(trial.size, dtype=torch.bool))
             except KeyError:  # the model fails at these values, so that sites are missing
                 continue
-            full = self._moving_plates(rows)
+            dims = {
+                name: {frame.name: frame.dim for frame in self.probe.frames[name]} for name in rows
+            }
+            # where none of a plate's instances moves, the others show what is read
+            full = {q for q, instances in moved_instances(rows, dims).items() if instances.all()}
             moving = [
                 name for name in targets if rows[name].any() and full & self.probe.plates_of[name]
             ]
@@ -141,15 +149,6 @@ class _Search:
             if len(moving) == len(targets):
                 break
         return best if best.targets else None
-
-    def _moving_plates(self, rows: Mapping[str, Tensor]) -> set[str]:
-        """The plates of which every instance moves at some site; where none does the others show what is read."""
-        moving: dict[str, Tensor] = {}
-        for name, here in rows.items():
-            for frame in self.probe.frames[name]:
-                there = any_along(here, frame.dim)
-                moving[frame.name] = moving.get(frame.name, there) | there
-        return {q for q, instances in moving.items() if instances.all()}
 
     def _trial(self, plan: MapPlan) -> Trial:
         """Runs of the model with values of first instances, expanded to the shape of their sites."""
@@ -183,10 +182,7 @@ class _Search:
 
         In a site of one plate it need not vary: a minibatch may have rows of one instance alone.
         """
-        frames = self.probe.frames[name]
-        maps = self.nesting.maps
-        given = self.nesting.given
-        rows = {frame.name: along(index, frame.dim) for frame in frames}
+        rows = {frame.name: along(index, frame.dim) for frame in self.probe.frames[name]}
         varying = {
             q: row
             for q, row in rows.items()
@@ -197,17 +193,17 @@ class _Search:
             return None
         q, row = next(iter(varying.items()))
         key = q, plate
-        if key in given:
-            row = completed(row, given[key])
-            if not torch.equal(given[key], row):
+        if key in self.given:
+            row = completed(row, self.given[key])
+            if not torch.equal(self.given[key], row):
                 raise ValueError(self._not_as_given(name, key, row))
-        # Of a target that reads other instances `Nesting` shows that it does.
-        maps[key] = completed(maps.get(key, row), row)
+        # Of a target that reads other instances `settle` shows that it does.
+        self.maps[key] = completed(self.maps.get(key, row), row)
         return q
 
     def _not_as_given(self, name: str, key: Key, row: Tensor) -> str:
-        given = self.nesting.given[key]
-        pair = next(pair for pair, plates in self.nesting.pairs.items() if plates == key)
+        given = self.given[key]
+        pair = next(pair for pair, plates in self.pairs.items() if plates == key)
         at = int((given != row).nonzero()[0])
         return (
             f"Expected site '{name}' to read plate '{key[1]}' through the index map given for {pair!r}; got instance "
