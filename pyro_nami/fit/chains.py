@@ -192,7 +192,7 @@ class Chains:
 
 
 def _spread(drawn: WeightedSamples) -> WeightedSamples:
-    """Returns draws with a power of their weights under which enough are effective: chains from one draw tell nothing."""
+    """Returns draws with a power of their weights under which enough are effective, as chains from one tell nothing."""
     while float(drawn.effective_sample_size) < DIVERSE * drawn.num_samples:
         drawn = WeightedSamples(drawn.samples, drawn.log_weights / 2, drawn.plates)
     return drawn
