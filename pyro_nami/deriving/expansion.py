@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
@@ -62,18 +62,6 @@ class Changed(Exception):
     """Ends an expansion that a run has shown to be made for another model: sizes, or what is observed, are others."""
 
 
-class Measured(NamedTuple):
-    """The log density of a group's children at a point.
-
-    Attributes:
-        slopes: by each member's values; none of discrete ones.
-        totals: log density of each child, summed, in nats.
-    """
-
-    slopes: dict[str, Tensor]
-    totals: Tensor
-
-
 class Expansion:
     """The log density of a group's children about some point, as a function of the members.
 
@@ -88,7 +76,8 @@ class Expansion:
     Attributes:
         priors, values: of each member, once the run has met it; priors without masks.
         shapes: of their values, with all batch dims.
-        measured: what a run showed of a point by itself.
+        slopes: of the children's log density by each member's values, none of discrete ones, once it is measured.
+        total: that log density, summed, in nats.
         finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
             prior, given what is drawn before.
         count: number of points, along a dim of their own to the left of all others; None without such a dim.
@@ -178,12 +167,11 @@ class Expansion:
         raise NotImplementedError
 
     def measure(self, sites: Mapping[str, Any]) -> None:
-        """Takes slopes and the log densities of the children."""
-        slopes: dict[str, Tensor] = {}
+        """Takes slopes and the log density of the children."""
+        self.slopes: dict[str, Tensor] = {}
         if all(leaf.requires_grad for leaf in self.values.values()):
-            slopes = {name: each.detach() for name, each in self.take(sites).items()}
-        totals = torch.stack([self._total(sites, name) for name in self.group.children])
-        self.measured = Measured(slopes, totals)
+            self.slopes = {name: each.detach() for name, each in self.take(sites).items()}
+        self.total = torch.stack([self._total(sites, name) for name in self.group.children]).sum()
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child says something of the members, and the conditional is a proper one."""
@@ -206,7 +194,7 @@ class Expansion:
         for (name, value), *each in zip(at.items(), *slopes):
             terms = [value.detach() * slope for slope in each]
             # times the value, as slopes by its log
-            found = value.detach() * far.measured.slopes[name]
+            found = value.detach() * far.slopes[name]
             if not agree(found, torch.zeros_like(found), terms):
                 return False
         return True

@@ -43,12 +43,10 @@ class ConstantLevel(NamedTuple):
     """The constant parts of a level of a block's elimination.
 
     Attributes:
-        names: the members.
         level: with the rows that are constant as they are, and prior rows at a scale of 1 where it is no constant.
         units: child -> the rows that its precision is a factor of.
     """
 
-    names: list[str]
     level: Level
     units: dict[str, Tensor]
 
@@ -118,10 +116,10 @@ class FromConstants(JointGaussian):
         if not finite or not _same(constants.marks, marks, self._is_rounded):
             self._forget()
             raise Changed
-        for names, level, units in constants.levels:
+        for level, units in constants.levels:
             rows = sum((weights[name] * unit for name, unit in units.items()), start=level.rows)
-            if not constants.scales.isdisjoint(names):
-                level = level._replace(prior=level.prior / self._scales(names))
+            if not constants.scales.isdisjoint(level.names):
+                level = level._replace(prior=level.prior / self._scales(level.names))
             self._levels.append(level._replace(rows=rows))
         self._eliminate()
 
@@ -179,8 +177,7 @@ def constants_of(
         name: _first(value, _dims(block, name)) for name, value in block.references.items()
     }
     levels = [
-        _constant_level(names, dict(zip(children, each)), factors, nesting)
-        for names, each in zip(block.by_level, zip(*rows.values()))
+        _constant_level(dict(zip(children, each)), factors, nesting) for each in zip(*rows.values())
     ]
     return Constants(
         points, block.shapes, references, dict(block.sizes), factors, scales, kept, levels
@@ -212,7 +209,7 @@ def _dims(block: JointGaussian, name: str) -> int:
 
 
 def _constant_level(
-    names: list[str], children: Mapping[str, Level], factors: Collection[str], nesting: int
+    children: Mapping[str, Level], factors: Collection[str], nesting: int
 ) -> ConstantLevel:
     """Returns the constant parts of a level, given what each child by itself says of it."""
     level = next(iter(children.values()))
@@ -221,7 +218,7 @@ def _constant_level(
     units = {name: rows.pop(name) for name in set(factors) & rows.keys()}
     prior = _first(level.prior, nesting + 2)
     fixed = sum(rows.values(), torch.zeros_like(_first(level.rows, nesting + 2)))
-    return ConstantLevel(names, level._replace(rows=fixed, prior=prior), units)
+    return ConstantLevel(level._replace(rows=fixed, prior=prior), units)
 
 
 def _marks(

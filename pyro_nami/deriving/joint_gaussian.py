@@ -111,12 +111,12 @@ class JointGaussian(SecondOrder):
     def widths(self) -> dict[str, Tensor]:
         """Returns for members with flat priors the deviations that data leave each element, given all others."""
         found = {}
-        for names, level in zip(self.by_level, self._levels):
+        for level in self._levels:
             prior = level.prior[..., : level.size]
             # None until the level is eliminated, where there are flat priors
             whole = (level.precision if level.open is None else prior.square().sum(-2)).detach()
             wide = whole.clamp(min=torch.finfo(whole.dtype).tiny).rsqrt()
-            for name, each in self._by_name(names, wide).items():
+            for name, each in self._by_name(level, wide).items():
                 if name in self.flat:
                     found[name] = self._shaped(name, each).to(self.references[name])
         return found
@@ -144,10 +144,10 @@ class JointGaussian(SecondOrder):
     def undecided(self) -> list[str]:
         """Returns the members with flat priors of which data leave an element open, of one that is solved."""
         found = []
-        for names, level in zip(self.by_level, self._levels):
+        for level in self._levels:
             if level.open is not None:
-                each = self._by_name(names, level.open)
-                found += [name for name in names if bool(each[name].any())]
+                each = self._by_name(level, level.open)
+                found += [name for name in each if bool(each[name].any())]
         return found
 
     def _closer(self) -> Self | None:
@@ -157,9 +157,8 @@ class JointGaussian(SecondOrder):
         # Ten times as far, means are off by a hundredth of a deviation where covariates are collinear.
         farthest = TOLERANCE / self._rounding()
         means = self.means()
-        for names, level in zip(self.by_level, self._levels):
+        for level, moved in zip(self._levels, self._steps_to(means)):
             roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
-            moved = torch.cat([self._moved(name, means[name].detach()) for name in names], -1)
             far = (moved * roots).abs()
             if bool(((far > farthest) & (far < torch.inf)).any()):
                 return self.moved_to(means)
@@ -167,19 +166,19 @@ class JointGaussian(SecondOrder):
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         size, event_shape = self.sizes[name], self.priors[name].event_shape
-        place = next(i for i, names in enumerate(self.by_level) if name in names)
-        level, names = self._levels[place], self.by_level[place]
+        place = next(i for i, level in enumerate(self._levels) if name in level.names)
+        level, *later = self._levels[place:]
         first = self._first[name] - level.start
         rows = level.prior[..., first : first + size, :]
         upper, error = rows[..., first : first + size], -rows[..., -1]
-        before = names[names.index(name) + 1 :]
-        if before:
-            offsets = self._offsets_at(before, values)
-            error = error - times(rows[..., first + size : level.size], offsets)
-        for later, others in zip(self._levels[place + 1 :], self.by_level[place + 1 :]):
-            begin = later.start - level.start
-            columns = rows[..., begin : begin + later.size]
-            error = error - times(columns, self._offsets_at(others, values))
+        beside = level.names[level.names.index(name) + 1 :]
+        begin = first + size
+        for before in (beside, *(other.names for other in later)):
+            if before:
+                offsets = self._offsets_at(before, values)
+                end = begin + offsets.shape[-1]
+                error = error - times(rows[..., begin:end], offsets)
+                begin = end
         reference = self._flat(name, self.references[name])
         like = reference.dtype
         loc = reference + solved(upper, error.unsqueeze(-1)).squeeze(-1).to(like)

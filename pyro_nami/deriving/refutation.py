@@ -215,7 +215,7 @@ class Refutation:
         reason = reason or flaw
         for other in others.values():
             other.measure(run(other))
-            if not other.measured.totals.isfinite().all():
+            if not other.total.isfinite():
                 return _NOT_FINITE
         return self._unexplained(group, here, others) or reason
 
@@ -242,12 +242,9 @@ class Refutation:
                 )
         for place, other in others.items():
             gain, size = here.gain(first, other)
-            off = (other.measured.totals.sum() - first.measured.totals.sum() - gain).abs()
+            off = (other.total - first.total - gain).abs()
             rounded = here.noise * (1 + size.sqrt())
-            if (
-                not off
-                <= TOLERANCE**2 * first.measured.totals.sum().abs() + TOLERANCE * size + rounded
-            ):
+            if not off <= TOLERANCE**2 * first.total.abs() + TOLERANCE * size + rounded:
                 return f"{what}: it is off by {off:.2g} nats {place}"
         return ""
 

@@ -64,12 +64,10 @@ class SecondOrder(Expansion):
         self.sizes = dict(zip(group.members, group.elements)) if sizes is None else sizes
         self._depth = dict(zip(group.members, group.depths))
         # in order of elimination, of each level the last drawn first
-        backwards = list(reversed(group.members))
+        backwards = reversed(group.members)
         order = sorted(backwards, key=self._depth.__getitem__)
         starts = itertools.accumulate((self.sizes[name] for name in order), initial=0)
         self._first = dict(zip(order, starts))
-        # names of the members of each level
-        self.by_level = [list(names) for _, names in itertools.groupby(order, self._depth.get)]
         self.references: dict[str, Tensor] = {}  # values that offsets are from
         self.flat: dict[str, Flat] = {}  # of members with flat priors
         # of prior locations, in the slopes: all are zero
@@ -134,33 +132,32 @@ class SecondOrder(Expansion):
 
     def _read(self, sites: Mapping[str, Any], slopes: Mapping[str, Tensor]) -> None:
         """Takes H, g and the rows of the priors from a run, given slopes that can be differentiated again."""
-        inputs: dict[Any, Tensor] = {
-            **self.values,
-            **{("weight", name): w for name, w in self._weights.items()},
-        }
         units = {name: self._unit_offsets(name) for name in self.values}
-        found = along_units(slopes, units, list(inputs.values()), self.differentiable)
-        bends: dict[Any, Tensor] = dict(zip(inputs, found))
-        self._levels = []
-        for names in self.by_level:
-            begin, size = self._first[names[0]], sum(self.sizes[name] for name in names)
+        inputs = [*self.values.values(), *self._weights.values()]
+        found = along_units(slopes, units, inputs, self.differentiable)
+        bends = dict(zip(self.values, found))
+        moves = dict(zip(self._weights, found[len(bends) :]))
+        levels = []
+        for _, each in itertools.groupby(self._first, self._depth.get):
+            names = list(each)
+            begin = self._first[names[0]]
             frames = sites[names[0]]["cond_indep_stack"] if self._is_lifted(names[0]) else ()
             dims = frozenset(frame.dim for frame in frames if frame.vectorized)
             rows = [-self._columns(name, bends[name][begin:], slopes[name]) for name in names]
-            priors = [self._prior_rows(name, bends.get(("weight", name)), begin) for name in names]
+            priors = [self._prior_rows(name, moves.get(name), begin) for name in names]
             proper = [
                 rows[0].new_full((self.sizes[name],), float(name not in self.flat))
                 for name in names
             ]
-            own, prior = torch.cat(rows, -2), torch.cat(priors, -2)
-            self._levels.append(Level(begin, size, dims, own, prior, torch.cat(proper)))
-        self._levels, finite = without_gaps(self._levels)
-        for names, each in zip(self.by_level, finite):
-            self.finite.update(self._by_name(names, each))
+            own, prior, told = torch.cat(rows, -2), torch.cat(priors, -2), torch.cat(proper)
+            levels.append(Level(names, begin, len(told), dims, own, prior, told))
+        self._levels, finite = without_gaps(levels)
+        for level, is_finite in zip(levels, finite):
+            self.finite.update(self._by_name(level, is_finite))
 
-    def _by_name(self, names: Sequence[str], values: Tensor) -> dict[str, Tensor]:
+    def _by_name(self, level: Level, values: Tensor) -> dict[str, Tensor]:
         """Returns values of a level's elements, which lie along the last dim, by member."""
-        return dict(zip(names, values.split([self.sizes[name] for name in names], -1)))
+        return dict(zip(level.names, values.split([self.sizes[name] for name in level.names], -1)))
 
     def _unit_offsets(self, name: str) -> Tensor:
         """Returns unit offsets of all elements, as offsets of a member: ``(offsets, *value)``."""
@@ -241,19 +238,16 @@ class SecondOrder(Expansion):
 
     def _curves(self, sites: Mapping[str, Any], child: str) -> bool:
         """Whether a child's log density has a curvature along some direction."""
-        leaves = list(self.values.values())
-        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        slopes = self.take(sites, again=True, parts=[child]).values()
+        moving = [slope for slope in slopes if slope.requires_grad]
+        if not moving:
+            return False
+        along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
         with derivatives():
-            density = self.density(sites, child).sum()
-            slopes = (
-                torch.autograd.grad(density, leaves, create_graph=True, **options)
-                if density.requires_grad
-                else ()
+            bends = torch.autograd.grad(
+                moving, list(self.values.values()), along, retain_graph=True, materialize_grads=True
             )
-            moving = [slope for slope in slopes if slope is not None and slope.requires_grad]
-            along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
-            bends = torch.autograd.grad(moving, leaves, along, **options) if moving else ()
-        return any(bend is not None and bool((bend != 0).any()) for bend in bends)
+        return any(bool((bend != 0).any()) for bend in bends)
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         steps, found = self._steps_to(values), []
@@ -264,9 +258,9 @@ class SecondOrder(Expansion):
 
     def explains(self, far: SecondOrder) -> bool:
         steps = self._steps_to(far.values)
-        for i, (names, level) in enumerate(zip(self.by_level, self._levels)):
+        for i, level in enumerate(self._levels):
             found = torch.cat(
-                [self._flat(name, far.measured.slopes[name]).double() for name in names], -1
+                [self._flat(name, far.slopes[name]).double() for name in level.names], -1
             )
             terms = self._terms(i, steps)
             terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps[:i])]
@@ -278,7 +272,7 @@ class SecondOrder(Expansion):
                 found, -level.rows[..., -1], [-term for term in terms], torch.float32
             ):
                 return False
-            eps = torch.finfo(far.values[names[0]].dtype).eps
+            eps = torch.finfo(far.values[level.names[0]].dtype).eps
             least = (0.05 * max(1.0, abs(far.away or 0.0)) + self.noise) * width
             if not (off <= least + 100 * eps * sum(term.abs() for term in terms)).all():
                 return False
@@ -287,8 +281,8 @@ class SecondOrder(Expansion):
     def explains_priors(self, far: SecondOrder) -> bool:
         """Whether the priors' noise at another point is what their rows say of the offsets."""
         steps = self._steps_to(far.values)
-        for i, (names, level) in enumerate(zip(self.by_level, self._levels)):
-            noise = torch.cat([self._noise(name, far) for name in names], -1)
+        for i, level in enumerate(self._levels):
+            noise = torch.cat([self._noise(name, far) for name in level.names], -1)
             terms = self._terms(i, steps, prior=True)
             if not agree(noise, level.prior[..., -1], terms, torch.float32):
                 return False
@@ -302,8 +296,8 @@ class SecondOrder(Expansion):
     def _steps_to(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the offsets of values, by level."""
         return [
-            torch.cat([self._moved(name, values[name].detach()) for name in each], -1)
-            for each in self.by_level
+            torch.cat([self._moved(name, values[name].detach()) for name in level.names], -1)
+            for level in self._levels
         ]
 
     def _noise(self, name: str, far: SecondOrder) -> Tensor:
