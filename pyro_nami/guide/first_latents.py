@@ -344,7 +344,8 @@ class _Joint(NamedTuple):
                 middle.append(center.expand(self.leading))
                 half.append(reach.expand(self.leading))
             box = Box.upright(middle, half)
-            return Marginal(group, layouts, like, box, self.log_density)
+            no_plates = dict.fromkeys(layouts, torch.Size())
+            return Marginal(group, LatentVector(layouts, no_plates, like), box, self.log_density)
 
     def _collapsed(
         self,
