@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -299,17 +299,19 @@ def solved(
     return expansion, sites
 
 
-def parameters_of(*tensors: Tensor) -> Iterator[Tensor]:
-    """Yields the leaves with gradients that tensors were computed from."""
+def parameters_of(*tensors: Tensor, but: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Returns the leaves with gradients that tensors were computed from, but for some."""
     seen: set[Any] = {None}
+    own, found = set(map(id, but)), []
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
     while nodes:
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
-            if hasattr(node, "variable"):
-                yield node.variable
+            if hasattr(node, "variable") and id(node.variable) not in own:
+                found.append(node.variable)
             nodes += [parent for parent, _ in node.next_functions]
+    return found
 
 
 def plate_shape(site: Mapping[str, Any]) -> torch.Size:

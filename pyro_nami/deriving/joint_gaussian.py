@@ -17,7 +17,14 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion, derivatives, trimmed
+from pyro_nami.deriving.expansion import (
+    ROUNDING,
+    TOLERANCE,
+    Expansion,
+    derivatives,
+    squeezed,
+    trimmed,
+)
 from pyro_nami.deriving.gaussian_levels import solved, times
 from pyro_nami.deriving.second_order import SecondOrder
 from pyro_nami.factors.boxed_normal import BoxedNormal
@@ -190,19 +197,16 @@ class JointGaussian(SecondOrder):
             return normal.to_event(len(event_shape))
         held = self._held(name, self.shapes[name])
         plates = len(held) - len(event_shape)
-        loc, lower = loc.flip(-1), upper.flip(-1, -2).to(like)
-        lead = loc.shape[: loc.dim() - 1 - plates]
-        rows_lead = lower.shape[: lower.dim() - 2 - plates]
-        lead = trimmed(lead, None if dims is None else max(0, dims - plates))
-        held = held[max(0, plates - dims) :] if dims is not None and not lead else held
-        rows_lead = rows_lead[max(0, len(rows_lead) - len(lead)) :]
-        loc, lower = loc.reshape(lead + loc.shape[-1:]), lower.reshape(rows_lead + lower.shape[-2:])
+        lead = None if dims is None else max(0, dims - plates)
+        # plates that elements lie along have size 1 here
+        loc = squeezed(loc.flatten(-1 - plates).flip(-1), lead, 1)
+        lead = loc.dim() - 1
+        lower = squeezed(upper.flatten(-2 - plates, -2).flip(-1, -2).to(like), lead, 2)
+        if dims is not None and not lead:
+            held = held[max(0, plates - dims) :]
         if bounds is None:
             return JointNormal(loc, lower, held, len(event_shape))
-        low, high = (
-            each.reshape(trimmed(each.shape[: -1 - plates], len(lead)) + each.shape[-1:])
-            for each in bounds
-        )
+        low, high = (squeezed(each.flatten(-1 - plates), lead, 1) for each in bounds)
         return BoxedNormal(loc, lower, held, len(event_shape), None, low, high)
 
     def _bounds(self, name: str) -> tuple[Tensor, Tensor] | None:

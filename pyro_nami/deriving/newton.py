@@ -147,8 +147,7 @@ class Newton(JointGaussian):
 
     def _is_differentiable(self) -> bool:
         """Whether there are gradients to anything but the members: to what was drawn before, or the model's weights."""
-        own = set(map(id, self.values.values()))
-        return any(id(leaf) not in own for leaf in parameters_of(*self._densities.values()))
+        return bool(parameters_of(*self._densities.values(), but=self.values.values()))
 
     def _enough(self) -> float:
         """Returns the nats that the last step may still gain: fewer for Normals, as gradients show them."""

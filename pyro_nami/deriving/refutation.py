@@ -140,12 +140,11 @@ class Refutation:
 
     def parameters(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the model's parameters that a group's density moves with."""
-        probe = expansion_of(group)(group, (1,) * self.nesting, self.nesting, False)
+        probe = self._about(group)()
         sites = probe.sites(self.run, drawn)
         with derivatives():
             densities = [probe.density(sites, name) for name in (*group.children, *group.members)]
-        own = {id(leaf) for leaf in probe.values.values()}
-        return [leaf for leaf in parameters_of(*densities) if id(leaf) not in own]
+        return parameters_of(*densities, but=probe.values.values())
 
     def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
         """Returns the flaw that the model has with other parameters, which may be zero as yet and will be learned."""
@@ -194,10 +193,10 @@ class Refutation:
 
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
-        kind: Any = expansion_of(group)
-        at = functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
-        distances = kind.probed_at[:1] if only else kind.probed_at
-        if kind is JointGaussian and group.flat:
+        at = self._about(group)
+        distances = expansion_of(group).probed_at
+        distances = distances[:1] if only else distances
+        if group.form == "Gaussian" and group.flat:
             here, others, reason = self._about_flat(group, run, distances, is_data=not own)
             if reason == _NOT_FINITE:
                 return _NOT_FINITE
@@ -259,8 +258,8 @@ class Refutation:
             group, run, distances: as elsewhere.
             is_data: whether these are the data that the guide is made for, so that its bounds are to hold the result.
         """
-        at = functools.partial(JointGaussian, group, (1,) * self.nesting, self.nesting, False)
-        here = at(at=self.starts(group))
+        at = self._about(group)
+        here = at(at=self._starts(group))
         here, sites = solved(here, run(here), run)
         if not here.is_finite():
             return here, {}, _NOT_FINITE
@@ -291,7 +290,12 @@ class Refutation:
             line[f"{far:g} deviations away"] = moved(far, math.copysign(3.0, far))
         return here, line, reason
 
-    def starts(self, group: ConjugateGroup) -> dict[str, Tensor]:
+    def _about(self, group: ConjugateGroup) -> functools.partial[Any]:
+        """Returns what makes the expansion of a group's density about a point."""
+        kind = expansion_of(group)
+        return functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
+
+    def _starts(self, group: ConjugateGroup) -> dict[str, Tensor]:
         """Returns where the search for what data say of flat priors begins, by member."""
         return {name: self.draws[0][name] for name in group.flat if name in self.draws[0]}
 
@@ -314,9 +318,8 @@ class Refutation:
 
     def _flaw_about_mode(self, group: ConjugateGroup, run: Run) -> str:
         """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
-        of = group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False
-        kind = functools.partial(Newton, *of, at=self.starts(group))
-        near = kind()
+        at = functools.partial(self._about(group._replace(form="Newton")), at=self._starts(group))
+        near = at()
         sites = run(near)
         rows = max(
             sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites
@@ -327,7 +330,7 @@ class Refutation:
             return f"{count} derivatives for each of {rows:,} rows of data, or {own:,} elements {_TOO_MANY}"
         if len(group.members) > 1:  # which takes less than a search
             near.fit(sites)
-            run(far := kind(away=1.0))
+            run(far := at(away=1.0))
             if not near.explains_priors(far):
                 return _NOT_LINEAR
         near, sites = solved(near, sites, run)
@@ -397,10 +400,9 @@ class Refutation:
 
     def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
         """Returns the flaw that a node has the dim of the points by their shape, and does not depend on them."""
-        for name, site in sites.items():
-            own = name in group.members or name in group.children
-            dims = 0 if own or not is_node(site) else len(getattr(site["fn"], "batch_shape", ()))
-            if dims > self.nesting:
+        for name in sites.keys() - {*group.members, *group.children}:
+            site = sites[name]
+            if is_node(site) and len(getattr(site["fn"], "batch_shape", ())) > self.nesting:
                 return f"{_AT_ONCE}: '{name}', which is no part of it, takes their dim"
         return ""
 

@@ -219,7 +219,7 @@ def _checked(group: ConjugateGroup, joint: _Joint) -> tuple[str, dict[str, str]]
             densities = [
                 log_density_of(sites[name]) for name in (*plan.order, *plan.read) if name in sites
             ]
-        if next(parameters_of(*densities), None) is not None:
+        if parameters_of(*densities):
             return "the model has parameters, which are still to be learned", {}
         with _hidden():
             found = joint.found(group)
