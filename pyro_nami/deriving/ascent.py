@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE
+from pyro_nami.deriving.expansion import MOST_RUNS, ROUNDING, TOLERANCE
 from pyro_nami.deriving.gaussian_levels import times
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
 
 Slopes = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-MOST_STEPS = 150  # evaluations of a search
 NEAR = 1e-2  # nats that a further step would gain, from where Newton steps take fewer runs
 ENOUGH = (
     1e-5  # nats that a further step would gain at a mode, which is off by 0.005 deviations then
@@ -96,7 +95,7 @@ def ascend(slopes: Slopes, start: Tensor, unit: Tensor, eps: float) -> Ascent:
     way = times(at.inverse, at.slope)
     length = (LONGEST / (way / unit).norm(dim=-1)).clamp(max=1.0)
     is_first = torch.ones_like(at.height, dtype=torch.bool)
-    most, i = MOST_STEPS, 0
+    most, i = MOST_RUNS, 0
     while i < most:
         way, rise, i = times(at.inverse, at.slope), 2 * at.gain, i + 1
         # a step that rounding leaves nothing of leads nowhere

@@ -241,7 +241,7 @@ def _marks(
         site = sites[name]
         if type(site["fn"]) is dist.Normal:
             yield site["fn"].loc, nesting
-            yield site["value"] if site["mask"] is None else without_gaps(site), nesting
+            yield without_gaps(site), nesting
             if site["mask"] is not None:
                 yield torch.as_tensor(site["mask"]), nesting
             if name not in factors:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.ascent import LONGEST, SHARES, Slopes, root_of
+from pyro_nami.deriving.expansion import MOST_RUNS
 from pyro_nami.deriving.gaussian_levels import times
 
 __all__ = ["nearest_normal", "normal_points", "quasi_normal"]
 
-MOST_STEPS = 60  # 10 to 20 are usual, 40 for 200 numbers
 ENOUGH = 1e-3  # nats that a step has to gain for another one to follow
 # nats that a further step may still promise at the end: of a density with kinks the average over points has kinks, too,
 # and no step rises from one
@@ -74,7 +74,7 @@ def nearest_normal(
     points = points.to(center).reshape(len(points), *(1,) * (center.dim() - 1), -1)
     elbo, mean, curvature = _averages(slopes, center, root, points)
     rise, longest = torch.inf, LONGEST
-    for _ in range(MOST_STEPS):
+    for _ in range(MOST_RUNS):
         values, vectors = torch.linalg.eigh(curvature)
         values = values.clamp(1 / CHANGE, CHANGE)
         along = times(vectors.mT, mean)

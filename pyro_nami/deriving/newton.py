@@ -40,8 +40,6 @@ __all__ = ["LOST", "Newton", "has_one_mode", "is_concave"]
 
 # Nats that a step would still gain, or that rounding takes, where no mode is found. Ten times less is met near modes.
 LOST = 1e4
-# Squared deviations of priors, for each of the Normals: concave densities leave 1, rounding this.
-WIDER = 1.05
 
 
 class LineStep(NamedTuple):
@@ -136,7 +134,6 @@ class Newton(JointGaussian):
         if self.group.is_tabulated:
             return Tabulated(*self._args[:3], differentiable, near=self)
         if not differentiable:
-            self._levels = [level.detached() for level in self._levels]
             return None
         self.differentiable = True
         self.expand(sites, children)
@@ -266,26 +263,18 @@ class Newton(JointGaussian):
         """Returns the expansion about the mode, of one that is solved."""
         return self.moved_to(self.means())
 
-    def line(self, place: float) -> tuple[Newton, float]:
-        """Returns the expansion about a point on a line from the mode, of one that is solved, and its squared distance.
+    def line(self, place: float) -> Newton:
+        """Returns the expansion about a point on a line from the mode, of one that is solved.
 
-        Both are in deviations: ``place`` is the largest of an element.
+        ``place`` is the most deviations that an element moves by.
         """
-        lengths: list[float] = []
 
         def choose(name: str, fn: Any) -> Tensor:
-            normal = joint_normal(fn)
-            deviations = place * irregular(normal.loc.shape, normal.loc, len(lengths))
-            lengths.append(float(deviations.double().square().sum()))
+            normal, phase = joint_normal(fn), self._order.index(name)
+            deviations = place * irregular(normal.loc.shape, normal.loc, phase)
             return normal.at(deviations).reshape(normal.batch_shape + normal.event_shape)
 
-        return self.moved_to(self.drawn(choose)), sum(lengths)
-
-    def is_wider(self, far: Newton, length: float) -> bool:
-        """Whether Normals are wider than priors, on a line of a squared length; concave densities only narrow them."""
-        names = [name for name in self._order if name not in self.flat]
-        moves = [self._noise(name, far) - self._noise(name, self) for name in names]
-        return not sum(float(move.square().sum()) for move in moves) <= WIDER * length
+        return self.moved_to(self.drawn(choose))
 
     def across(self, place: float) -> Newton:
         """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion, agree
+from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion
 from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, grid_like, slope_of
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import own_mask
@@ -56,11 +56,6 @@ class Tabulated(Expansion):
     def _middle(self) -> int:
         """The index of the middle point of a side."""
         return self._size // 2
-
-    @property
-    def _third(self) -> int:
-        """The index of a point off the middle, at which a run of the model for it alone is compared."""
-        return int(self.count or 0) // 3
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         place = self.places[name]
@@ -111,27 +106,14 @@ class Tabulated(Expansion):
         fn = bent(self._quantiles, like, self._scale, like, event_dim, dims, bounds)
         return fn.to_event(event_dim)
 
-    def third(self) -> dict[str, Tensor]:
-        """Returns the members' values at one point off the middle."""
-        events = {name: (1,) * len(prior.event_shape) for name, prior in self.priors.items()}
-        return {
-            name: place[self._third].reshape(place.shape[1:] + events[name])
-            for name, place in self.places.items()
-        }
-
-    def flaw(self, sites: Mapping[str, Any], alone: Mapping[str, Tensor], rounding: float) -> str:
-        """Returns why the slopes are not to be trusted; "" if a run at one point, and the log density itself, agree.
+    def flaw(self, sites: Mapping[str, Any], rounding: float) -> str:
+        """Returns why the slopes are not to be trusted; "" if the log density itself agrees.
 
         Args:
             sites: the sites of the run at all points.
-            alone: slopes from a run at the values of `third` alone.
             rounding: bound on the rounding error of all log densities together, in nats.
         """
         slopes = self.joint_slopes(sites)
-        for name, slope in alone.items():
-            found = slopes[name][self._third].reshape(slope.shape)
-            if not agree(found, slope, [torch.zeros_like(slope)], torch.float32):
-                return "a run at many points has other slopes than a run at one of them"
         each = [
             self.density(sites, name).detach().double()
             for name in (*self.group.members, *self.group.children)

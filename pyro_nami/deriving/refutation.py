@@ -364,9 +364,7 @@ class Refutation:
         grid.solve(sites := run(grid))
         if wide := self._wide(sites, group):
             return wide
-        one = near.moved_to(grid.third())
-        alone = one.joint_slopes(run(one))
-        return grid.flaw(sites, alone, rounding) if grid.is_finite() else _NOT_FINITE
+        return grid.flaw(sites, rounding) if grid.is_finite() else _NOT_FINITE
 
     def _flaw_of_normals(self, group: ConjugateGroup, near: Newton, run: Run) -> str:
         """Returns what speaks against Normals about a mode; empty if nothing does."""
@@ -378,19 +376,17 @@ class Refutation:
             return _LOOSE
         line, errors = {0.0: here.densities(sites)}, here.rounding(sites)
         for place in near.probed_at:
-            far, length = near.line(place)
+            far = near.line(place)
             line[place] = far.densities(run(far))
             if not here.explains_priors(far):
                 return _NOT_LINEAR
-            if here.is_wider(far, length):
-                return _NOT_CONCAVE
         return "" if is_concave(line, errors) else _NOT_CONCAVE
 
     def _is_loose(self, near: Newton, run: Run) -> bool:
         """Whether curvatures along elements with flat priors are others a deviation from the mode."""
         widths = near.widths()
         for place in (-1.0, 1.0):
-            far, _ = near.line(place)
+            far = near.line(place)
             far.fit(run(far))
             for name, width in far.widths().items():
                 times = (width / widths[name]).square()

@@ -152,6 +152,8 @@ class SecondOrder(Expansion):
             own, prior, told = torch.cat(rows, -2), torch.cat(priors, -2), torch.cat(proper)
             levels.append(Level(names, begin, len(told), dims, own, prior, told))
         self._levels, finite = without_gaps(levels)
+        if not self.differentiable:
+            self._levels = [level.detached() for level in self._levels]
         for level, is_finite in zip(levels, finite):
             self.finite.update(self._by_name(level, is_finite))
 
@@ -173,7 +175,6 @@ class SecondOrder(Expansion):
         idle = (1,) * (len(self.shapes[name]) + 1 - changes.dim())
         changes = changes.reshape(changes.shape[:1] + idle + changes.shape[1:])
         columns = torch.cat([self._flat(name, changes), self._flat(name, start).unsqueeze(0)])
-        columns = columns if self.differentiable else columns.detach()
         return columns.double().movedim(0, -1)
 
     def _prior_rows(self, name: str, moves: Tensor | None, begin: int) -> Tensor:
@@ -190,7 +191,6 @@ class SecondOrder(Expansion):
         else:
             nesting = None if self._is_lifted(name) else self.nesting
             inverse = inverse_root(base.scale_tril.double(), shape, nesting)
-        inverse = inverse if self.differentiable else inverse.detach()
         before = inverse.new_zeros(inverse.shape[:-1] + (own - begin,))
         return torch.cat([before, inverse, -(inverse @ mean)], -1)
 
