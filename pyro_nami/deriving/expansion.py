@@ -350,7 +350,7 @@ def agree(
     found: Tensor, start: Tensor, terms: Sequence[Tensor], dtype: torch.dtype | None = None
 ) -> bool:
     """Whether something moved from ``start`` by the sum of some terms, as far as rounding and a thousandth allow."""
-    size = torch.stack(torch.broadcast_tensors(*[term.abs() for term in terms])).sum(0)
+    size: Any = sum(term.abs() for term in terms)
     rounding = ROUNDING * torch.finfo(dtype or size.dtype).eps * (size + start.abs()).max()
     off = (found - start - sum(terms)).abs()
     return bool((off <= TOLERANCE * (size + TOLERANCE * size.max()) + rounding).all())

@@ -156,11 +156,8 @@ def constants_of(
         return None
     children = [name for name in group.children if name in sites]
     normal = [name for name in children if type(sites[name]["fn"]) is dist.Normal]
-    weights = {name: _precision(block, sites, name) for name in normal}
     factors = frozenset(
-        name
-        for name, weight in weights.items()
-        if weight.shape[max(0, weight.dim() - nesting) :].numel() == 1
+        name for name in normal if _first(_precision(block, sites, name), nesting).numel() == 1
     )
     scales = frozenset(name for name, base in bases.items() if base.scale.requires_grad)
     block.units = factors | scales
@@ -194,10 +191,9 @@ def _point(block: JointGaussian, name: str, phase: int) -> Tensor:
     """Returns an irregular value of a member, the same for the whole batch."""
     prior, shape, dims = block.priors[name], block.shapes[name], _dims(block, name)
     reference = _first(block.references[name], dims)
-    flat = block.flat.get(name)
-    step = prior.stddev.detach().mean() if flat is None else flat.step()
-    noise = irregular(shape[len(shape) - dims :], reference, phase)
-    value = (reference + step.to(reference) * noise).expand(shape)
+    step = block.steps[name].mean().to(reference)
+    value = reference + step * irregular(shape[len(shape) - dims :], reference, phase)
+    value = value.expand(shape)
     if block.leading.numel() == 1:
         value = value.reshape(prior.batch_shape + prior.event_shape)
     return value.clone()

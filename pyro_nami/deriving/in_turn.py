@@ -21,7 +21,7 @@ from pyro_nami.factors.bounds import Bound, bound_for
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.program.masks import log_density_of
 
-__all__ = ["ConditionalsInTurn", "InTurn", "Order"]
+__all__ = ["ConditionalsInTurn", "InTurn", "Order", "bound_of", "predictor_of"]
 
 
 class Order(NamedTuple):
@@ -129,7 +129,7 @@ class InTurn(Expansion):
         self._zero: dict[str, Tensor] = {}
         self._added: dict[str, Tensor] = {}
         for name in (name for name in self.group.children if name in sites):
-            s, event_dim = _predictor(sites[name]), sites[name]["fn"].event_dim
+            s, event_dim = predictor_of(sites[name]), sites[name]["fn"].event_dim
             # a member that this call observes depends on no other
             if s.dim() <= len(self.leading) + event_dim:
                 continue
@@ -163,7 +163,7 @@ class InTurn(Expansion):
         """Returns how far off the predictors at the prior's means are, relative to the largest."""
         errors = []
         for child, zero in self._zero.items():
-            found, values = _predictor(self._sites[child]), self._bounded.values
+            found, values = predictor_of(self._sites[child]), self._bounded.values
             adds = sum(self._adds(name, child, values).sum(0) for name in self._orders)
             errors.append((zero + adds - found).abs().max() / found.abs().max())
         return float(torch.stack(errors).max())
@@ -197,7 +197,7 @@ class InTurn(Expansion):
     def _density(self, name: str, child: str, s: Tensor) -> Tensor:
         """Returns a child's log density at predictors ``(*, *batch, *event)``, summed within a member's plates."""
         site = self._sites[child]
-        log_prob = log_density_of(site, functools.partial(_bound_of(site).log_prob_at, s=s))
+        log_prob = log_density_of(site, functools.partial(bound_of(site).log_prob_at, s=s))
         log_prob = self.weighted(log_prob, self._sites, child)
         return within_plates(log_prob, site, self._sites[name])
 
@@ -243,11 +243,13 @@ class ConditionalsInTurn:
         return self._with_gains(params, advance, index + 1, after)
 
 
-def _bound_of(site: Mapping[str, Any]) -> Bound:
+def bound_of(site: Mapping[str, Any]) -> Bound:
+    """Returns the bound on the likelihood of a child that has one."""
     bound = bound_for(site["fn"])
     assert bound is not None
     return bound
 
 
-def _predictor(site: Mapping[str, Any]) -> Tensor:
-    return _bound_of(site).predictor(site["fn"])
+def predictor_of(site: Mapping[str, Any]) -> Tensor:
+    """Returns what a child's bound reads of the latents, ``(*batch, *event)``."""
+    return bound_of(site).predictor(site["fn"])

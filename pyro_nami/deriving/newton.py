@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pyro_nami.deriving.expansion import (
     MAX_ERROR,
@@ -230,7 +229,7 @@ class Newton(JointGaussian):
         """Returns the joint log density in nats, and how far rounding may take it, of each set; of all of them where a
         child is in other plates.
         """
-        names = [name for name in (*self.group.members, *self.group.children) if name in sites]
+        names = [name for name in self.until if name in sites]
         within = [{frame.name for frame in sites[name]["cond_indep_stack"]} for name in names]
         apart = [
             dim for plate, dim in self._apart.items() if all(plate in frames for frames in within)
@@ -238,14 +237,10 @@ class Newton(JointGaussian):
         parts = [self._summed(self.density(sites, name).detach().double(), apart) for name in names]
         if any(part.dim() > len(self.leading) for part in parts):  # the model mixes up its dims
             return (torch.zeros_like(parts[0].sum()),) * 2
-        total = torch.stack(torch.broadcast_tensors(*parts)).sum(0)
-        variances = [
-            self._summed(each.square(), apart)
-            for each in self.rounding(sites)
-            if each.dim() <= len(self.leading)
-        ]
-        variance = torch.stack(torch.broadcast_tensors(torch.zeros_like(total), *variances)).sum(0)
-        return total, self._rounding() * total.abs() + variance.sqrt()
+        total: Any = sum(parts)
+        variances = (self._summed(each.square(), apart) for each in self.rounding(sites))
+        deviation = sum(variances, torch.zeros_like(total)).sqrt()
+        return total, self._rounding() * total.abs() + deviation
 
     def _summed(self, parts: Tensor, apart: Collection[int]) -> Tensor:
         """Returns sums over plates of numbers ``(*batch, *plates)``, but for some dims."""
@@ -295,11 +290,7 @@ class Newton(JointGaussian):
         """Returns where a deviation of the priors leads, by member; of flat ones, a few of those that data leave."""
         found, wide = {}, self.widths()
         for i, (name, mean) in enumerate(self.means().items()):
-            spread = (
-                wide[name]
-                if name in wide
-                else self.priors[name].stddev.detach().nan_to_num(posinf=0.0)
-            )
+            spread = wide[name] if name in wide else self.steps[name].nan_to_num(posinf=0.0)
             found[name] = spread.expand(mean.shape) * irregular(mean.shape, mean, i)
         return found
 
@@ -309,13 +300,12 @@ class Newton(JointGaussian):
 
     def rounding(self, sites: Mapping[str, Any]) -> list[Tensor]:
         """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
-        found, names = [], [name for name in self.group.children if name in sites]
-        for name in names:
+        found = []
+        for name in filter(sites.__contains__, self.group.children):
             density = self.density(sites, name).detach()
-            value = without_gaps(sites[name]).detach().abs()
-            value, events = value.double().nan_to_num(), len(sites[name]["fn"].event_shape)
-            # a factor's has no elements
-            value = pad(value.flatten(-events), (0, 1)).amax(-1) if events else value
+            value = without_gaps(sites[name]).detach().double().nan_to_num().abs()
+            events = len(sites[name]["fn"].event_shape)
+            value = value.flatten(-events).norm(dim=-1) if events else value
             terms = 10 + value * value.log1p() + 0.1 * density.abs().double().nan_to_num()
             found.append(ROUNDING * torch.finfo(density.dtype).eps * terms)
         return found

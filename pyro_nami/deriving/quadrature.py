@@ -114,19 +114,16 @@ class Tabulated(Expansion):
             rounding: bound on the rounding error of all log densities together, in nats.
         """
         slopes = self.joint_slopes(sites)
-        each = [
-            self.density(sites, name).detach().double()
-            for name in (*self.group.members, *self.group.children)
-        ]
+        each = [self.density(sites, name).detach().double() for name in self.until]
         if any(part.dim() <= len(self.leading) for part in each):
             return "a child has no dim of the points"
-        totals = torch.stack([part.flatten(1).sum(-1) for part in each]).sum(0)
+        totals: Any = sum(part.flatten(1).sum(-1) for part in each)
         along, inner = self._lines(slopes)
         lines = [(totals, along)]
         if inner is not None:
             totals = totals.unflatten(0, (self._size, -1))
             lines = [(totals[:, self._middle], along), (totals[self._middle], inner[self._middle])]
-        size = torch.stack([part.abs().flatten(1).sum(-1).mean() for part in each]).sum()
+        size: Any = sum(part.abs().flatten(1).sum(-1).mean() for part in each)
         rounding += ROUNDING * torch.finfo(self._center.dtype).eps * float(size)
         for total, line in lines:
             log_density = LineDensity.of_slope(line.flatten(1)).log_density

@@ -69,6 +69,9 @@ class SecondOrder(Expansion):
         starts = itertools.accumulate((self.sizes[name] for name in order), initial=0)
         self._first = dict(zip(order, starts))
         self.references: dict[str, Tensor] = {}  # values that offsets are from
+        self.steps: dict[
+            str, Tensor
+        ] = {}  # deviations of priors; of flat ones the length of an offset
         self.flat: dict[str, Flat] = {}  # of members with flat priors
         # of prior locations, in the slopes: all are zero
         self._weights: dict[str, Tensor] = {}
@@ -83,6 +86,7 @@ class SecondOrder(Expansion):
             loc, step = flat.center(torch.Size(prior.batch_shape) + prior.event_shape), flat.step()
         else:
             loc, step = prior.mean.detach(), prior.stddev.detach()
+        self.steps[name] = step
         reference = self.references[name] = self.reference(name, loc, step)
         if self.away is not None:
             # a flat prior may not say on which device it is
