@@ -201,10 +201,11 @@ class Expansion:
 
     def gain(self, near: Any, far: Any) -> tuple[Tensor, Tensor]:
         """Returns what the log density gains between two points by the form, and the size of its terms."""
-        starts, ends = (self.predict(each.values) for each in (near, far))
-        gains = [(end - start).detach() for start, end in zip(starts, ends)]
-        total = torch.stack([each.sum() for each in gains]).sum()
-        return total, torch.stack([each.abs().sum() for each in gains]).sum()
+        terms = zip(self.predict(near.values), self.predict(far.values))
+        gains = [(end - start).detach() for start, end in terms]
+        total: Any = sum(each.sum() for each in gains)
+        size: Any = sum(each.abs().sum() for each in gains)
+        return total, size
 
     def take(
         self,

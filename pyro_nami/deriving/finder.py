@@ -251,21 +251,21 @@ class Finder:
 
         Flat ones between zero and some number come last, as these mostly are scales.
         """
-        flat = [name for name in latents if name in self.flat]
         whole = self._closed(latents)
         if not whole or self._is_block(whole, near=self.flat.isdisjoint(whole)):
             return whole
-        priors = {name: flat_prior(self.nodes[name]["fn"]) for name in flat}
-        scales = [name for name, prior in priors.items() if prior and bool((prior.low == 0).all())]
-        normal = [name for name in latents if name not in flat]
-        places = [name for name in flat if name not in scales]
+        kinds: list[list[str]] = [[], [], []]
+        for name in latents:
+            prior = flat_prior(self.nodes[name]["fn"]) if name in self.flat else None
+            is_scale = prior is not None and bool((prior.low == 0).all())
+            kinds[0 if prior is None else 1 + is_scale].append(name)
         exact: list[str] = []
-        for names in (normal, places, scales):
+        for names in kinds:
             exact = self._grown(exact, names, latents, near=False)
-        most = self._grown([], normal, latents, near=True)
+        most = self._grown([], kinds[0], latents, near=True)
         if exact and len(exact) >= len(most):
             return exact
-        for names in (places, scales):
+        for names in kinds[1:]:
             most = self._grown(most, names, latents, near=True)
         return most
 

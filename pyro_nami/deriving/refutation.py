@@ -239,7 +239,6 @@ class Refutation:
                 return (
                     f"{_AT_ONCE}: {what}" if at_once else f"{what}: its slopes are others {place}"
                 )
-        for place, other in others.items():
             gain, size = here.gain(first, other)
             off = (other.total - first.total - gain).abs()
             rounded = here.noise * (1 + size.sqrt())

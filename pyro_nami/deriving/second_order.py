@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
+    ROUNDING,
     Changed,
     Expansion,
     agree,
@@ -267,18 +268,17 @@ class SecondOrder(Expansion):
                 [self._flat(name, far.slopes[name]).double() for name in level.names], -1
             )
             terms = self._terms(i, steps)
-            terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps[:i])]
-            off = (found + level.rows[..., -1] + sum(terms)).abs()
+            terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps)]
+            terms, start = [-term for term in terms], -level.rows[..., -1]
+            off = (found - start - sum(terms)).abs()
             # Where data are precise, what is small beside their pull may be large beside what they leave open.
             width = level.precision.clamp(min=0).sqrt()
             rounded = bool((off <= self.noise * width).all())
-            if not rounded and not agree(
-                found, -level.rows[..., -1], [-term for term in terms], torch.float32
-            ):
+            if not rounded and not agree(found, start, terms, torch.float32):
                 return False
             eps = torch.finfo(far.values[level.names[0]].dtype).eps
             least = (0.05 * max(1.0, abs(far.away or 0.0)) + self.noise) * width
-            if not (off <= least + 100 * eps * sum(term.abs() for term in terms)).all():
+            if not (off <= least + ROUNDING * eps * sum(term.abs() for term in terms)).all():
                 return False
         return self.explains_priors(far)
 
