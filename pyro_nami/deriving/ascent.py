@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import MOST_RUNS, ROUNDING, TOLERANCE
+from pyro_nami.deriving.expansion import MAX_ERROR, MOST_RUNS, ROUNDING, TOLERANCE
 from pyro_nami.deriving.gaussian_levels import times
 
 __all__ = [
@@ -27,12 +27,10 @@ __all__ = [
 
 Slopes = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-NEAR = 1e-2  # nats that a further step would gain, from where Newton steps take fewer runs
-ENOUGH = (
-    1e-5  # nats that a further step would gain at a mode, which is off by 0.005 deviations then
-)
-PATIENCE = 2  # how many times as many evaluations others may take as the first search that ends near the highest
-CLOSE = 1.0  # nats below the highest, that are near
+# Nats that a further step would gain at a mode, which is off by 0.008 deviations then; from `MAX_ERROR` on Newton steps
+# take fewer runs.
+ENOUGH = TOLERANCE * MAX_ERROR
+PATIENCE = 2  # how many times as many evaluations others may take as the highest search
 LONGEST = 3.0  # units, or deviations, of a first step at most
 SHARES = 1.0, 0.3, 0.1, 0.03  # of a Newton step, tried until one rises
 ASIDE = 0.3  # deviations to both sides, between which slopes are compared; at a tenth of it rounding shows
@@ -100,11 +98,11 @@ def ascend(slopes: Slopes, start: Tensor, unit: Tensor, eps: float) -> Ascent:
         way, rise, i = times(at.inverse, at.slope), 2 * at.gain, i + 1
         # a step that rounding leaves nothing of leads nowhere
         long = length > torch.finfo(length.dtype).eps
-        going = at.height.isfinite() & (at.gain > NEAR) & long
+        going = at.height.isfinite() & (at.gain > MAX_ERROR) & long
         if not bool(going.any()):
             break
         ended = at.height.where(~going & at.height.isfinite(), -torch.inf).amax(0)
-        if bool((ended > at.height.amax(0) - CLOSE).all()):
+        if bool((ended == at.height.amax(0)).all()):
             most = min(most, PATIENCE * i)
         length = length.where(going, 0.0)
         step, expected = length[..., None] * way, length * rise

@@ -95,35 +95,31 @@ class InTurn(Expansion):
         self._orders = orders
         self.finite = bounded.finite
         self._sites = sites
-        stops = list(itertools.accumulate(order.num_elements for order in orders.values()))
-        self._places = {
-            name: slice(stop - orders[name].num_elements, stop) for name, stop in zip(orders, stops)
-        }
-        self.count = 1 + stops[-1]
+        # at the first point all are zero
+        stops = itertools.accumulate((each.num_elements for each in orders.values()), initial=1)
+        self._places = dict(zip(orders, itertools.starmap(slice, itertools.pairwise(stops))))
+        self.count = 1 + sum(each.num_elements for each in orders.values())
         self._observed = dict[str, Tensor]()
         for name in observed:
             value = sites[name]["value"]
-            dims = len(self.leading) + len(sites[name]["fn"].event_shape)
-            value = value.reshape((1,) * (1 + dims - value.dim()) + value.shape)
-            self._observed[name] = value.expand(self.count, *value.shape[1:])
+            idle = len(self.leading) + len(sites[name]["fn"].event_shape) - value.dim()
+            self._observed[name] = value.expand(self.count, *(1,) * idle, *value.shape)
 
     @property
     def points(self) -> dict[str, Any]:
         return super().points | self._observed
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
-        order = self._orders[name]
-        place = self._places[name]
-        event = prior.event_shape
-        n, batch_dim = order.num_elements, len(shape) - 1 - len(event)
-        unit = torch.eye(n, dtype=prior.mean.dtype, device=prior.mean.device).reshape(
-            n, *(1,) * batch_dim, n
-        )
-        unit = to_instances(unit, order.dims, order.sizes)
-        unit = unit.reshape(unit.shape[:-1] + event)
+        n, idle = self._orders[name].num_elements, len(shape) - 1 - len(prior.event_shape)
+        unit = torch.eye(n, dtype=prior.mean.dtype, device=prior.mean.device)
         value = unit.new_zeros(shape)
-        value[1 + place.start : 1 + place.stop] = unit
+        value[self._places[name]] = self._shown(name, unit.reshape(n, *(1,) * idle, n))
         return value
+
+    def _shown(self, name: str, elements: Tensor) -> Tensor:
+        """Returns numbers of a member's elements in sequence, ``(*batch, elements)``, in the shape of its values."""
+        each = to_instances(elements, self._orders[name].dims, self._orders[name].sizes)
+        return each.reshape(each.shape[:-1] + self.priors[name].event_shape)
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         self._zero: dict[str, Tensor] = {}
@@ -134,7 +130,7 @@ class InTurn(Expansion):
             if s.dim() <= len(self.leading) + event_dim:
                 continue
             s = s if self.differentiable else s.detach()
-            self._zero[name], self._added[name] = s[0], s[1:] - s[0]
+            self._zero[name], self._added[name] = s[0], s - s[0]
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         """Returns a member's distribution, without leading ones beyond ``dims``.
@@ -144,12 +140,10 @@ class InTurn(Expansion):
             values: of members that are drawn before it; and its own, where it has several elements, each of which is
                 given those before it.
         """
-        order, event = self._orders[name], self.priors[name].event_shape
         elements = self._elements(name, values)
         gains: Any = sum(term.gains(elements) for term in self.terms(name, values))
-        gains = to_instances(gains, order.dims, order.sizes)
-        gains = gains.reshape(gains.shape[:-1] + event)
-        return self._bounded.bernoulli(name, self._bounded.prior_logits[name] + gains, dims)
+        logits = self._bounded.prior_logits[name] + self._shown(name, gains)
+        return self._bounded.bernoulli(name, logits, dims)
 
     def prior(self, name: str, dims: int | None = None) -> Any:
         """Returns a member's distribution without what its children say, of batch shape ``(*batch, *plates)``."""

@@ -46,8 +46,8 @@ MOST_WORK = 4e5
 PROBED_DRAWS = 2
 # Times: by how much a curvature may differ within a deviation, as it does where a density never falls again.
 LOOSENED = 30.0
-# Deviations that data leave, up to which flat priors are looked at; bends further out have no effect on draws.
-FAR_OUT = 1e5
+# Deviations that data leave, up to which flat priors are looked at; further out rounding hides one of them.
+FAR_OUT = 1 / (ROUNDING * torch.finfo(torch.float32).eps)
 _AT_ONCE = "the model cannot be run at the points that this takes"
 _FLAT = "the log density of a child does not move with it, or is curved the wrong way"
 _NOT_FINITE = "its log density, or a derivative of it, is not finite"
