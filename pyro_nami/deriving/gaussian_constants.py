@@ -43,8 +43,8 @@ class ConstantLevel(NamedTuple):
     """The constant parts of a level of a block's elimination.
 
     Attributes:
-        level: with the rows that are constant as they are, and prior rows at a scale of 1 where it is no constant.
-        units: child -> the rows that its precision is a factor of.
+        level: without rows, and with prior rows at scales of 1.
+        units: child -> its rows, at a precision of 1 where that is a factor.
     """
 
     level: Level
@@ -56,7 +56,6 @@ class Constants(NamedTuple):
 
     Attributes:
         factors: Normal children with one precision for all rows.
-        scales: members whose prior scale is no constant.
         marks: what has to be the same for all this to hold, see `_marks`.
         levels: in order of elimination.
     """
@@ -66,7 +65,6 @@ class Constants(NamedTuple):
     references: dict[str, Tensor]
     sizes: dict[str, int]
     factors: frozenset[str]
-    scales: frozenset[str]
     marks: list[Tensor]
     levels: list[ConstantLevel]
 
@@ -108,31 +106,19 @@ class FromConstants(JointGaussian):
             name: _precision(self, sites, name).double()[..., None, None]
             for name in constants.factors
         }
-        marks = [
-            _told(mark, own)
-            for mark, own in _marks(self, sites, constants.factors, constants.scales)
-        ]
+        marks = [_told(mark, own) for mark, own in _marks(self, sites, constants.factors)]
         finite = all(bool(each.isfinite().all()) for each in weights.values())
         if not finite or not _same(constants.marks, marks, self._is_rounded):
             self._forget()
             raise Changed
         for level, units in constants.levels:
-            rows = sum((weights[name] * unit for name, unit in units.items()), start=level.rows)
-            if not constants.scales.isdisjoint(level.names):
-                level = level._replace(prior=level.prior / self._scales(level.names))
-            self._levels.append(level._replace(rows=rows))
+            rows = [weights.get(name, 1.0) * unit for name, unit in units.items()]
+            scales = [self._flat(name, self._base(name).scale) for name in level.names]
+            batch = functools.reduce(broadcast, [each.shape[:-1] for each in scales])
+            scale = torch.cat([each.expand(*batch, -1) for each in scales], -1)
+            prior = level.prior / scale.double().unsqueeze(-1)
+            self._levels.append(level._replace(rows=sum(rows, level.rows), prior=prior))
         self._eliminate()
-
-    def _scales(self, names: Sequence[str]) -> Tensor:
-        """Returns the prior scales of a level's elements that are no constants, else 1: ``(*batch, *plates, E, 1)``."""
-        found = []
-        for name in names:
-            moves = name in self._constants.scales
-            scale = self._base(name).scale if moves else self.references[name].new_ones(())
-            found.append(self._flat(name, scale))
-        batch = functools.reduce(broadcast, [each.shape[:-1] for each in found])
-        whole = torch.cat([each.expand(*batch, -1) for each in found], -1)
-        return whole.double().unsqueeze(-1)
 
 
 def constants_of(
@@ -159,26 +145,21 @@ def constants_of(
     factors = frozenset(
         name for name in normal if _first(_precision(block, sites, name), nesting).numel() == 1
     )
-    scales = frozenset(name for name, base in bases.items() if base.scale.requires_grad)
-    block.units = factors | scales
+    block.units = factors.union(bases)
     with derivatives():
         rows = {name: block.levels_of(sites, name) for name in children}
     points = {name: _point(block, name, i) for i, name in enumerate(block.priors)}
     once = block.sites(run, {}, {name: lambda _, at=at: at for name, at in points.items()})
     block.priors = {name: once[name]["fn"] for name in block.priors}
-    marks = list(_marks(block, once, factors, scales))
+    marks = list(_marks(block, once, factors))
     if any(mark.requires_grad or not _is_one(mark, own) for mark, own in marks):
         return None
     kept = [_told(*mark).detach().clone() for mark in marks]
     references = {
         name: _first(value, _dims(block, name)) for name, value in block.references.items()
     }
-    levels = [
-        _constant_level(dict(zip(children, each)), factors, nesting) for each in zip(*rows.values())
-    ]
-    return Constants(
-        points, block.shapes, references, dict(block.sizes), factors, scales, kept, levels
-    )
+    levels = [_constant_level(dict(zip(children, each)), nesting) for each in zip(*rows.values())]
+    return Constants(points, block.shapes, references, dict(block.sizes), factors, kept, levels)
 
 
 def _precision(block: JointGaussian, sites: Mapping[str, Any], name: str) -> Tensor:
@@ -204,24 +185,17 @@ def _dims(block: JointGaussian, name: str) -> int:
     return block.nesting + len(block.priors[name].event_shape)
 
 
-def _constant_level(
-    children: Mapping[str, Level], factors: Collection[str], nesting: int
-) -> ConstantLevel:
+def _constant_level(children: Mapping[str, Level], nesting: int) -> ConstantLevel:
     """Returns the constant parts of a level, given what each child by itself says of it."""
     level = next(iter(children.values()))
     rows = {name: _first(each.rows, nesting + 2) for name, each in children.items()}
-    rows = {name: each for name, each in rows.items() if each.any()}
-    units = {name: rows.pop(name) for name in set(factors) & rows.keys()}
-    prior = _first(level.prior, nesting + 2)
-    fixed = sum(rows.values(), torch.zeros_like(_first(level.rows, nesting + 2)))
-    return ConstantLevel(level._replace(rows=fixed, prior=prior), units)
+    units = {name: each for name, each in rows.items() if each.any()}
+    none = torch.zeros_like(_first(level.rows, nesting + 2))
+    return ConstantLevel(level._replace(rows=none, prior=_first(level.prior, nesting + 2)), units)
 
 
 def _marks(
-    expansion: SecondOrder,
-    sites: Mapping[str, Any],
-    factors: Collection[str],
-    scales: Collection[str],
+    expansion: SecondOrder, sites: Mapping[str, Any], factors: Collection[str]
 ) -> Iterator[tuple[Tensor, int]]:
     """Yields what constants depend on, and how many of its dims are those of plates and events."""
     nesting = expansion.nesting
@@ -229,8 +203,6 @@ def _marks(
         base = innermost(prior)
         if name not in expansion.flat and type(base) is dist.Normal:
             yield base.loc, nesting + len(prior.event_shape)
-            if name not in scales:
-                yield base.scale, nesting + len(prior.event_shape)
     for name in expansion.group.children:
         if name not in sites:
             continue

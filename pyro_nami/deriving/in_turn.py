@@ -8,7 +8,6 @@ are linear in the latents, so one run of the model, at zero and at all unit vect
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -95,10 +94,11 @@ class InTurn(Expansion):
         self._orders = orders
         self.finite = bounded.finite
         self._sites = sites
-        # at the first point all are zero
-        stops = itertools.accumulate((each.num_elements for each in orders.values()), initial=1)
-        self._places = dict(zip(orders, itertools.starmap(slice, itertools.pairwise(stops))))
-        self.count = 1 + sum(each.num_elements for each in orders.values())
+        self.count = 1  # at the first point all are zero
+        self._places = dict[str, slice]()
+        for name, order in orders.items():
+            self._places[name] = slice(self.count, self.count + order.num_elements)
+            self.count += order.num_elements
         self._observed = dict[str, Tensor]()
         for name in observed:
             value = sites[name]["value"]
