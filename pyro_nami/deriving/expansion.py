@@ -42,6 +42,7 @@ __all__ = [
     "leading_shape",
     "narrowed",
     "parameters_of",
+    "plate_dims",
     "plate_shape",
     "solved",
     "squeezed",
@@ -144,10 +145,6 @@ class Expansion:
         """
         raise NotImplementedError
 
-    def joint_slopes(self, sites: Mapping[str, Any], again: bool = False) -> dict[str, Tensor]:
-        """Returns the slopes of the joint log density, members' own included, as `take` does."""
-        return self.take(sites, again=again, parts=self.until)
-
     def apart(self) -> Self:
         """Returns the same conditionals for another pass, without what they were derived from."""
         return copy.copy(self)
@@ -176,7 +173,7 @@ class Expansion:
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child says something of the members, and the conditional is a proper one."""
         for child in self.group.children:
-            slopes = self.take(sites, again=True, parts=[child])
+            slopes = self.take(sites, parts=[child])
             if not any(bool((slope != 0).any()) for slope in slopes.values()):
                 return False
         return True
@@ -220,7 +217,7 @@ class Expansion:
         Args:
             sites: of the run.
             again: whether they are to be differentiated themselves.
-            parts: the children whose log density it is; by default all.
+            parts: the sites whose log density it is; by default all children.
             more: further terms that add to the log density, of one element each.
         """
         with derivatives():
@@ -243,10 +240,8 @@ class Expansion:
         """Returns a member's values at the points, given its prior."""
         prior = self.priors[name] = unmasked(prior)
         leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
-        shape = broadcast(leading, torch.Size(prior.batch_shape)) + torch.Size(prior.event_shape)
-        self.shapes[name] = shape
-        dims = len(self.leading) + (self.count is not None)
-        if len(shape) > dims + len(prior.event_shape):
+        shape = self.shapes[name] = broadcast(leading, prior.batch_shape) + prior.event_shape
+        if len(shape) > len(leading) + len(prior.event_shape):
             raise RuntimeError(
                 f"'{name}' has more batch dims than its plates and the dims of the points."
             )
@@ -272,9 +267,7 @@ class Expansion:
         fn, value = sites[name]["fn"], without_gaps(sites[name])
         with suppress(NotImplementedError):
             if not value.isnan().any() and not _is_supported(fn, value):
-                return torch.tensor(
-                    -torch.inf, dtype=torch.get_default_dtype(), device=value.device
-                )
+                return value.new_full((), -torch.inf, dtype=torch.get_default_dtype())
         return self.density(sites, name).detach().sum()
 
     def weighted(self, each: Tensor, sites: Mapping[str, Any], name: str) -> Tensor:
@@ -315,6 +308,11 @@ def parameters_of(*tensors: Tensor, but: Iterable[Tensor] = ()) -> list[Tensor]:
     return found
 
 
+def plate_dims(site: Mapping[str, Any]) -> frozenset[int]:
+    """Returns the dims of the plates around a site, which are negative."""
+    return frozenset(frame.dim for frame in site["cond_indep_stack"] if frame.vectorized)
+
+
 def plate_shape(site: Mapping[str, Any]) -> torch.Size:
     """Returns the sizes of the plates around a site, 1 where there is none."""
     frames = {-frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
@@ -323,11 +321,7 @@ def plate_shape(site: Mapping[str, Any]) -> torch.Size:
 
 def within_plates(log_prob: Tensor, site: Mapping[str, Any], other: Mapping[str, Any]) -> Tensor:
     """Returns a site's log density summed over the plates that are not around another site, which leaves size 1."""
-    dims, kept = (
-        {frame.dim for frame in each["cond_indep_stack"] if frame.vectorized}
-        for each in (site, other)
-    )
-    summed = sorted(dims - kept)
+    summed = sorted(plate_dims(site) - plate_dims(other))
     return log_prob.sum(summed, keepdim=True) if summed else log_prob
 
 

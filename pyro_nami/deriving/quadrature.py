@@ -62,7 +62,7 @@ class Tabulated(Expansion):
         return place.reshape(place.shape + (1,) * len(prior.event_shape)).expand(shape)
 
     def solve(self, sites: Mapping[str, Any]) -> None:
-        slopes = self.joint_slopes(sites, again=self.differentiable)
+        slopes = self.take(sites, again=self.differentiable, parts=self.until)
         with torch.set_grad_enabled(self.differentiable):
             slope, inner = self._lines(slopes)
             if inner is not None:
@@ -113,7 +113,7 @@ class Tabulated(Expansion):
             sites: the sites of the run at all points.
             rounding: bound on the rounding error of all log densities together, in nats.
         """
-        slopes = self.joint_slopes(sites)
+        slopes = self.take(sites, parts=self.until)
         each = [self.density(sites, name).detach().double() for name in self.until]
         if any(part.dim() <= len(self.leading) for part in each):
             return "a child has no dim of the points"

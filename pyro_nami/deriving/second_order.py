@@ -25,6 +25,7 @@ from pyro_nami.deriving.expansion import (
     broadcast,
     derivatives,
     irregular,
+    plate_dims,
 )
 from pyro_nami.deriving.gaussian_levels import (
     Level,
@@ -146,8 +147,7 @@ class SecondOrder(Expansion):
         for _, each in itertools.groupby(self._first, self._depth.get):
             names = list(each)
             begin = self._first[names[0]]
-            frames = sites[names[0]]["cond_indep_stack"] if self._is_lifted(names[0]) else ()
-            dims = frozenset(frame.dim for frame in frames if frame.vectorized)
+            dims = plate_dims(sites[names[0]]) if self._is_lifted(names[0]) else frozenset()
             rows = [-self._columns(name, bends[name][begin:], slopes[name]) for name in names]
             priors = [self._prior_rows(name, moves.get(name), begin) for name in names]
             proper = [
