@@ -24,7 +24,6 @@ from pyro_nami.deriving.expansion import (
     ROUNDING,
     Changed,
     broadcast,
-    derivatives,
     irregular,
     narrowed,
 )
@@ -117,7 +116,7 @@ class FromConstants(JointGaussian):
             batch = functools.reduce(broadcast, [each.shape[:-1] for each in scales])
             scale = torch.cat([each.expand(*batch, -1) for each in scales], -1)
             prior = level.prior / scale.double().unsqueeze(-1)
-            self._levels.append(level._replace(rows=sum(rows, level.rows), prior=prior))
+            self.levels.append(level._replace(rows=sum(rows, level.rows), prior=prior))
         self._eliminate()
 
 
@@ -146,8 +145,10 @@ def constants_of(
         name for name in normal if _first(_precision(block, sites, name), nesting).numel() == 1
     )
     block.units = factors.union(bases)
-    with derivatives():
-        rows = {name: block.levels_of(sites, name) for name in children}
+    rows: dict[str, list[Level]] = {}
+    for name in children:
+        block.fit(sites, [name])
+        rows[name] = block.levels
     points = {name: _point(block, name, i) for i, name in enumerate(block.priors)}
     once = block.sites(run, {}, {name: lambda _, at=at: at for name, at in points.items()})
     block.priors = {name: once[name]["fn"] for name in block.priors}

@@ -105,10 +105,10 @@ class JointGaussian(SecondOrder):
     def _eliminate(self) -> None:
         """Turns the rows of the levels into the posterior's."""
         rounding = self._rounding()
-        for i, level in enumerate(self._levels):
-            self._levels[i], update = level.eliminated(rounding)
-            self._levels[i + 1 :] = [
-                later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]
+        for i, level in enumerate(self.levels):
+            self.levels[i], update = level.eliminated(rounding)
+            self.levels[i + 1 :] = [
+                later.updated(update, level, self.nesting) for later in self.levels[i + 1 :]
             ]
 
     def _rounding(self) -> float:
@@ -118,7 +118,7 @@ class JointGaussian(SecondOrder):
     def widths(self) -> dict[str, Tensor]:
         """Returns for members with flat priors the deviations that data leave each element, given all others."""
         found = {}
-        for level in self._levels:
+        for level in self.levels:
             prior = level.prior[..., : level.size]
             # None until the level is eliminated, where there are flat priors
             whole = (level.precision if level.open is None else prior.square().sum(-2)).detach()
@@ -151,7 +151,7 @@ class JointGaussian(SecondOrder):
     def undecided(self) -> list[str]:
         """Returns the members with flat priors of which data leave an element open, of one that is solved."""
         found = []
-        for level in self._levels:
+        for level in self.levels:
             if level.open is not None:
                 each = self._by_name(level, level.open)
                 found += [name for name in each if bool(each[name].any())]
@@ -164,7 +164,7 @@ class JointGaussian(SecondOrder):
         # Ten times as far, means are off by a hundredth of a deviation where covariates are collinear.
         farthest = TOLERANCE / self._rounding()
         means = self.means()
-        for level, moved in zip(self._levels, self._steps_to(means)):
+        for level, moved in zip(self.levels, self._steps_to(means)):
             roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
             far = (moved * roots).abs()
             if bool(((far > farthest) & (far < torch.inf)).any()):
@@ -173,8 +173,8 @@ class JointGaussian(SecondOrder):
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         size, event_shape = self.sizes[name], self.priors[name].event_shape
-        place = next(i for i, level in enumerate(self._levels) if name in level.names)
-        level, *later = self._levels[place:]
+        place = next(i for i, level in enumerate(self.levels) if name in level.names)
+        level, *later = self.levels[place:]
         first = self._first[name] - level.start
         rows = level.prior[..., first : first + size, :]
         upper, error = rows[..., first : first + size], -rows[..., -1]

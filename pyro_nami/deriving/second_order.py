@@ -15,6 +15,7 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
@@ -71,13 +72,12 @@ class SecondOrder(Expansion):
         starts = itertools.accumulate((self.sizes[name] for name in order), initial=0)
         self._first = dict(zip(order, starts))
         self.references: dict[str, Tensor] = {}  # values that offsets are from
-        self.steps: dict[
-            str, Tensor
-        ] = {}  # deviations of priors; of flat ones the length of an offset
+        # deviations of priors; of flat ones the length of an offset
+        self.steps: dict[str, Tensor] = {}
         self.flat: dict[str, Flat] = {}  # of members with flat priors
         # of prior locations, in the slopes: all are zero
         self._weights: dict[str, Tensor] = {}
-        self._levels: list[Level] = []
+        self.levels: list[Level] = []  # in order of elimination
         # children with precisions of 1, and members with prior scales of 1, in place of their own
         self.units: frozenset[str] = frozenset()
 
@@ -131,11 +131,6 @@ class SecondOrder(Expansion):
                 options["more"] = [(loc * self._weights[name]).sum() for name, loc in locs.items()]
         return super().take(sites, again=again, **options)
 
-    def levels_of(self, sites: Mapping[str, Any], child: str) -> list[Level]:
-        """Returns the levels with what one child says."""
-        self._read(sites, self.take(sites, again=True, parts=[child]))
-        return self._levels
-
     def _read(self, sites: Mapping[str, Any], slopes: Mapping[str, Tensor]) -> None:
         """Takes H, g and the rows of the priors from a run, given slopes that can be differentiated again."""
         units = {name: self._unit_offsets(name) for name in self.values}
@@ -156,9 +151,9 @@ class SecondOrder(Expansion):
             ]
             own, prior, told = torch.cat(rows, -2), torch.cat(priors, -2), torch.cat(proper)
             levels.append(Level(names, begin, len(told), dims, own, prior, told))
-        self._levels, finite = without_gaps(levels)
+        self.levels, finite = without_gaps(levels)
         if not self.differentiable:
-            self._levels = [level.detached() for level in self._levels]
+            self.levels = [level.detached() for level in self.levels]
         for level, is_finite in zip(levels, finite):
             self.finite.update(self._by_name(level, is_finite))
 
@@ -184,30 +179,32 @@ class SecondOrder(Expansion):
 
     def _prior_rows(self, name: str, moves: Tensor | None, begin: int) -> Tensor:
         """Returns S^-1 (x_k - B x - d), which has the prior N(0, I): ``(*batch, *plates, E, columns)``."""
-        base, shape = self._base(name), self.shapes[name]
-        loc = base.loc - self.references[name]
+        loc = self._base(name).loc - self.references[name]
         own, after = self._first[name], self._first[name] + self.sizes[name]
         if moves is None:
             moves = loc.new_zeros((self.num_offsets, *loc.shape))
         mean = self._columns(name, moves[after:], loc)  # a prior is to move with those behind alone
+        whitening = self._whitening(name)
+        return pad(torch.cat([whitening, -(whitening @ mean)], -1), (own - begin, 0))
+
+    def _whitening(self, name: str) -> Tensor:
+        """Returns S^-1, ``(*batch, *plates, E, E)``."""
+        base, shape = self._base(name), self.shapes[name]
         if isinstance(base, dist.Normal):
             scale = self._flat(name, base.scale.expand(shape)).double()
-            inverse = torch.diag_embed(scale.reciprocal())
-        else:
-            nesting = None if self._is_lifted(name) else self.nesting
-            inverse = inverse_root(base.scale_tril.double(), shape, nesting)
-        before = inverse.new_zeros(inverse.shape[:-1] + (own - begin,))
-        return torch.cat([before, inverse, -(inverse @ mean)], -1)
+            return torch.diag_embed(scale.reciprocal())
+        nesting = None if self._is_lifted(name) else self.nesting
+        return inverse_root(base.scale_tril.double(), shape, nesting)
 
     def _base(self, name: str) -> Any:
         """Returns a member's Normal or multivariate Normal prior; of a flat one where offsets begin, and their unit."""
+        base: Any = innermost(self.priors[name])
         if name in self.flat:
             loc = self.references[name].detach()
-        else:
-            base: Any = innermost(self.priors[name])
-            if name not in self.units:
-                return base
+        elif name in self.units:
             loc = base.loc
+        else:
+            return base
         return dist.Normal(loc, torch.ones_like(loc), validate_args=False)
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
@@ -223,18 +220,19 @@ class SecondOrder(Expansion):
 
     # ---- probing
 
-    def fit(self, sites: Mapping[str, Any]) -> None:
+    def fit(self, sites: Mapping[str, Any], parts: Sequence[str] = ()) -> None:
+        """Finds the rows, as `Expansion.fit` does; of some children, by default of all."""
         with derivatives():
-            self._read(sites, self.take(sites, again=True))
+            self._read(sites, self.take(sites, again=True, parts=parts))
 
     def is_finite(self) -> bool:
         return super().is_finite() and all(
-            bool(level.prior.isfinite().all()) for level in self._levels
+            bool(level.prior.isfinite().all()) for level in self.levels
         )
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child's log density moves at all, and that of no element is curved the wrong way."""
-        for level in self._levels:
+        for level in self.levels:
             precision = level.precision
             # What is flat may be told by members that it moves alone.
             if not torch.where(level.proper > 0, precision > 0, precision >= 0).all():
@@ -256,19 +254,19 @@ class SecondOrder(Expansion):
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         steps, found = self._steps_to(values), []
-        for i, level in enumerate(self._levels):
+        for i, level in enumerate(self.levels):
             own, *others = self._terms(i, steps)
             found.append(-steps[i] * (own / 2 + sum(others) + level.rows[..., -1]))
         return found
 
     def explains(self, far: SecondOrder) -> bool:
         steps = self._steps_to(far.values)
-        for i, level in enumerate(self._levels):
+        for i, level in enumerate(self.levels):
             found = torch.cat(
                 [self._flat(name, far.slopes[name]).double() for name in level.names], -1
             )
             terms = self._terms(i, steps)
-            terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps)]
+            terms += [other.summed(level, step) for other, step in zip(self.levels[:i], steps)]
             terms, start = [-term for term in terms], -level.rows[..., -1]
             off = (found - start - sum(terms)).abs()
             # Where data are precise, what is small beside their pull may be large beside what they leave open.
@@ -285,7 +283,7 @@ class SecondOrder(Expansion):
     def explains_priors(self, far: SecondOrder) -> bool:
         """Whether the priors' noise at another point is what their rows say of the offsets."""
         steps = self._steps_to(far.values)
-        for i, level in enumerate(self._levels):
+        for i, level in enumerate(self.levels):
             noise = torch.cat([self._noise(name, far) for name in level.names], -1)
             terms = self._terms(i, steps, prior=True)
             if not agree(noise, level.prior[..., -1], terms, torch.float32):
@@ -294,28 +292,21 @@ class SecondOrder(Expansion):
 
     def _terms(self, i: int, steps: Sequence[Tensor], prior: bool = False) -> list[Tensor]:
         """Returns what steps of a level and those behind it add to its rows."""
-        columns = [self._levels[i].columns(other, prior) for other in self._levels[i:]]
+        columns = [self.levels[i].columns(other, prior) for other in self.levels[i:]]
         return [times(each, step) for each, step in zip(columns, steps[i:])]
 
     def _steps_to(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the offsets of values, by level."""
         return [
             torch.cat([self._moved(name, values[name].detach()) for name in level.names], -1)
-            for level in self._levels
+            for level in self.levels
         ]
 
     def _noise(self, name: str, far: SecondOrder) -> Tensor:
         """Returns S^-1 (z - loc) of a member at another point, by its prior there; flat ones are all the same."""
-        prior = (self if name in self.flat else far)._base(name)
-        error = far.values[name].detach() - prior.loc.detach()
-        if isinstance(prior, dist.Normal):
-            error = error / prior.scale.detach()
-        else:
-            root = prior.scale_tril.detach()
-            error = torch.linalg.solve_triangular(root, error.unsqueeze(-1), upper=False).squeeze(
-                -1
-            )
-        return self._flat(name, error).double()
+        prior = self if name in self.flat else far
+        error = far.values[name].detach() - prior._base(name).loc.detach()
+        return times(prior._whitening(name).detach(), self._flat(name, error).double())
 
     # ---- shapes
 
