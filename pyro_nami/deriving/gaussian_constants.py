@@ -12,7 +12,7 @@ a gradient, its slopes are the same. If it has not, the block is derived anew (`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
@@ -26,6 +26,8 @@ from pyro_nami.deriving.expansion import (
     broadcast,
     irregular,
     narrowed,
+    squeezed,
+    trimmed,
 )
 from pyro_nami.deriving.gaussian_levels import Level
 from pyro_nami.deriving.joint_gaussian import JointGaussian
@@ -105,9 +107,12 @@ class FromConstants(JointGaussian):
             name: _precision(self, sites, name).double()[..., None, None]
             for name in constants.factors
         }
-        marks = [_told(mark, own) for mark, own in _marks(self, sites, constants.factors)]
+        marks = list(_marks(self, sites, constants.factors))
+        is_same = len(marks) == len(constants.marks) and all(
+            _same(then, *now, self._is_rounded) for then, now in zip(constants.marks, marks)
+        )
         finite = all(bool(each.isfinite().all()) for each in weights.values())
-        if not finite or not _same(constants.marks, marks, self._is_rounded):
+        if not finite or not is_same:
             self._forget()
             raise Changed
         for level, units in constants.levels:
@@ -152,10 +157,12 @@ def constants_of(
     points = {name: _point(block, name, i) for i, name in enumerate(block.priors)}
     once = block.sites(run, {}, {name: lambda _, at=at: at for name, at in points.items()})
     block.priors = {name: once[name]["fn"] for name in block.priors}
-    marks = list(_marks(block, once, factors))
-    if any(mark.requires_grad or not _is_one(mark, own) for mark, own in marks):
-        return None
-    kept = [_told(*mark).detach().clone() for mark in marks]
+    kept = []
+    for mark, dims in _marks(block, once, factors):
+        one = squeezed(_first(mark, dims), 0).detach().clone()
+        if not _same(one, mark, dims):
+            return None
+        kept.append(one)
     references = {
         name: _first(value, _dims(block, name)) for name, value in block.references.items()
     }
@@ -220,37 +227,21 @@ def _marks(
             yield expansion.density(sites, name), nesting
 
 
-def _told(mark: Tensor, dims: int) -> Tensor:
-    """Returns what a mark says: of a batch to the left of some dims one, if all of it is the same; else all of it."""
-    mark = narrowed(mark)
-    mark = _first(mark, dims) if _is_one(mark, dims) else mark
-    while mark.dim() and mark.shape[0] == 1:
-        mark = mark[0]
-    return mark
+def _same(then: Tensor, now: Tensor, dims: int, is_rounded: bool = False) -> bool:
+    """Whether all of a batch, to the left of some dims, is a tensor of before, without a gradient.
 
-
-def _same(then: Sequence[Tensor], now: Sequence[Tensor], is_rounded: bool) -> bool:
-    """Whether tensors are those of before, to the bit or but for rounding, and have no gradient."""
-    return len(then) == len(now) and all(
-        not b.requires_grad
-        and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-        and (torch.equal(a, b) or (is_rounded and _is_near(a, b)))
-        for a, b in zip(then, now)
-    )
-
-
-def _is_near(a: Tensor, b: Tensor) -> bool:
-    if not a.is_floating_point():
+    It is to be so to the bit, or but for rounding.
+    """
+    shape = trimmed(now.shape[max(0, now.dim() - dims) :], 0)
+    if now.requires_grad or (then.shape, then.dtype, then.device) != (shape, now.dtype, now.device):
         return False
-    size = torch.maximum(a.abs(), b.abs()).amax()
-    return bool(((a - b).abs() <= ROUNDING * torch.finfo(a.dtype).eps * size).all())
+    is_equal = bool((then == now).all())
+    if is_equal or not (is_rounded and now.is_floating_point()):
+        return is_equal
+    size = torch.maximum(then.abs().amax(), now.abs().amax())
+    return bool(((then - now).abs() <= ROUNDING * torch.finfo(now.dtype).eps * size).all())
 
 
 def _first(value: Tensor, dims: int) -> Tensor:
     """Returns the first of a batch, which lies to the left of some dims."""
     return value[(slice(0, 1),) * max(0, value.dim() - dims)]
-
-
-def _is_one(value: Tensor, dims: int) -> bool:
-    """Whether all of a batch, which lies to the left of some dims, is the same."""
-    return value.dim() <= dims or bool((value == _first(value, dims)).all())

@@ -104,16 +104,17 @@ class JointGaussian(SecondOrder):
 
     def _eliminate(self) -> None:
         """Turns the rows of the levels into the posterior's."""
-        rounding = self._rounding()
+        rounding = ROUNDING * self._eps
         for i, level in enumerate(self.levels):
             self.levels[i], update = level.eliminated(rounding)
             self.levels[i + 1 :] = [
                 later.updated(update, level, self.nesting) for later in self.levels[i + 1 :]
             ]
 
-    def _rounding(self) -> float:
-        """Returns the least pivot of a precision, relative to its diagonal, that rounding leaves a digit of."""
-        return ROUNDING * torch.finfo(next(iter(self.references.values())).dtype).eps
+    @property
+    def _eps(self) -> float:
+        """The rounding error of the members' values."""
+        return torch.finfo(next(iter(self.references.values())).dtype).eps
 
     def widths(self) -> dict[str, Tensor]:
         """Returns for members with flat priors the deviations that data leave each element, given all others."""
@@ -162,7 +163,7 @@ class JointGaussian(SecondOrder):
         if self.runs > MOST_CLOSER or torch.jit.is_tracing():
             return None
         # Ten times as far, means are off by a hundredth of a deviation where covariates are collinear.
-        farthest = TOLERANCE / self._rounding()
+        farthest = TOLERANCE / (ROUNDING * self._eps)
         means = self.means()
         for level, moved in zip(self.levels, self._steps_to(means)):
             roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)

@@ -98,11 +98,8 @@ class Newton(JointGaussian):
         if self._is_last:
             self.expand(sites, self._children_slopes(sites))
             return None
-        frames = (
-            sites[self._order[0]]["cond_indep_stack"]
-            if all(map(self._is_lifted, self._order))
-            else ()
-        )
+        lifted = all(map(self._is_lifted, self._order))
+        frames = sites[self._order[0]]["cond_indep_stack"] if lifted else ()
         # of instances by themselves
         self._apart = {frame.name: frame.dim for frame in frames if frame.vectorized}
         differentiable, self.differentiable = self.differentiable, False
@@ -149,7 +146,7 @@ class Newton(JointGaussian):
         """Returns the nats that the last step may still gain: fewer for Normals, as gradients show them."""
         if self.group.is_tabulated:
             return MAX_ERROR
-        return MAX_ERROR * torch.finfo(next(iter(self.references.values())).dtype).eps ** 0.5
+        return MAX_ERROR * self._eps**0.5
 
     @property
     def has_moved(self) -> bool:
@@ -240,7 +237,7 @@ class Newton(JointGaussian):
         total: Any = sum(parts)
         variances = (self._summed(each.square(), apart) for each in self.rounding(sites))
         deviation = sum(variances, torch.zeros_like(total)).sqrt()
-        return total, self._rounding() * total.abs() + deviation
+        return total, ROUNDING * self._eps * total.abs() + deviation
 
     def _summed(self, parts: Tensor, apart: Collection[int]) -> Tensor:
         """Returns sums over plates of numbers ``(*batch, *plates)``, but for some dims."""
