@@ -75,6 +75,7 @@ class Expansion:
         given: values of the members at that point, if it is not to be told by deviations.
 
     Attributes:
+        first: the first member.
         priors, values: of each member, once the run has met it; priors without masks.
         shapes: of their values, with all batch dims.
         slopes: of the children's log density by each member's values, none of discrete ones, once it is measured.
@@ -100,6 +101,7 @@ class Expansion:
         given: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.group = group
+        self.first = group.members[0]
         self.nesting = nesting
         self.away = away
         self.differentiable = differentiable
@@ -272,7 +274,7 @@ class Expansion:
 
     def weighted(self, each: Tensor, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns numbers of a site, times the ratio of the site's scale to that of the members."""
-        own, scale = sites[name]["scale"], sites[self.group.members[0]]["scale"]
+        own, scale = sites[name]["scale"], sites[self.first]["scale"]
         both = {type(own), type(scale)}
         if own is scale or Tensor not in both and own == scale:
             return each

@@ -74,8 +74,8 @@ class Tabulated(Expansion):
             at, rise = self._quantiles
             rises = torch.cat([at.diff(dim=0), self._scale * rise]).to(self._center)
             good = ((rises > 0) & rises.isfinite()).all(0)
-            self.finite = {self.group.members[0]: good}
-            mask = own_mask(sites[self.group.members[0]])  # where a draw counts
+            self.finite = {self.first: good}
+            mask = own_mask(sites[self.first])  # where a draw counts
             known = good if mask is None else good & mask
             if not bool(known.all()):
                 slope = torch.where(known, slope, -grid_like(self._size, slope[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +102,7 @@ class Refutation:
 
     def _tested(self, group: ConjugateGroup) -> ConjugateGroup | None:
         """Returns the group if its form holds at all draws."""
-        key = group.form, frozenset(zip(group.members, group.depths or (0,)))
+        key = group.form, frozenset(itertools.zip_longest(group.members, group.depths))
         if key not in self.tested:
             reason = self.tested[key] = self._reason(group)
             if not group.has_mode or reason.endswith(_TOO_MANY):
@@ -143,7 +144,7 @@ class Refutation:
         probe = self._about(group)()
         sites = probe.sites(self.run, drawn)
         with derivatives():
-            densities = [probe.density(sites, name) for name in (*group.children, *group.members)]
+            densities = [probe.density(sites, name) for name in probe.until]
         return parameters_of(*densities, but=probe.values.values())
 
     def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:

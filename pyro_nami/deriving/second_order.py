@@ -210,7 +210,7 @@ class SecondOrder(Expansion):
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         if name in self.units:
             unit = dist.Normal(sites[name]["fn"].loc, 1.0, validate_args=False)
-            scale = sites[self.group.members[0]]["scale"]
+            scale = sites[self.first]["scale"]
             sites = {**sites, name: {**sites[name], "fn": unit, "scale": scale}}
         return super().density(sites, name)
 
