@@ -255,18 +255,27 @@ class Newton(JointGaussian):
         """Returns the expansion about the mode, of one that is solved."""
         return self.moved_to(self.means())
 
-    def line(self, place: float) -> Newton:
-        """Returns the expansion about a point on a line from the mode, of one that is solved.
+    def line(self, place: float) -> tuple[Newton, float]:
+        """Returns the expansion about a point on a line from the mode, of one that is solved, and its squared distance.
 
-        ``place`` is the most deviations that an element moves by.
+        Both are in deviations: ``place`` is the largest of an element.
         """
+        lengths: list[float] = []
 
         def choose(name: str, fn: Any) -> Tensor:
-            normal, phase = joint_normal(fn), self._order.index(name)
-            deviations = place * irregular(normal.loc.shape, normal.loc, phase)
+            normal = joint_normal(fn)
+            deviations = place * irregular(normal.loc.shape, normal.loc, len(lengths))
+            lengths.append(float(deviations.double().square().sum()))
             return normal.at(deviations).reshape(normal.batch_shape + normal.event_shape)
 
-        return self.moved_to(self.drawn(choose))
+        return self.moved_to(self.drawn(choose)), sum(lengths)
+
+    def is_wider(self, far: Newton, length: float) -> bool:
+        """Whether Normals are wider than priors, on a line of a squared length; concave densities only narrow them."""
+        names = [name for name in self._order if name not in self.flat]
+        moves = [self._noise(name, far) - self._noise(name, self) for name in names]
+        # within what is taken for exact, as rounding leaves some
+        return not sum(float(move.square().sum()) for move in moves) <= (1 + MAX_ERROR) * length
 
     def across(self, place: float) -> Newton:
         """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""

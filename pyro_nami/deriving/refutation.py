@@ -376,17 +376,19 @@ class Refutation:
             return _LOOSE
         line, errors = {0.0: here.densities(sites)}, here.rounding(sites)
         for place in near.probed_at:
-            far = near.line(place)
+            far, length = near.line(place)
             line[place] = far.densities(run(far))
             if not here.explains_priors(far):
                 return _NOT_LINEAR
+            if here.is_wider(far, length):
+                return _NOT_CONCAVE
         return "" if is_concave(line, errors) else _NOT_CONCAVE
 
     def _is_loose(self, near: Newton, run: Run) -> bool:
         """Whether curvatures along elements with flat priors are others a deviation from the mode."""
         widths = near.widths()
         for place in (-1.0, 1.0):
-            far = near.line(place)
+            far, _ = near.line(place)
             far.fit(run(far))
             for name, width in far.widths().items():
                 times = (width / widths[name]).square()
