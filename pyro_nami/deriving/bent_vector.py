@@ -93,9 +93,14 @@ def bent_along_lines(heights: Heights, center: Tensor, root: Tensor) -> BentVect
     table = table.unflatten(0, (SIZE, numbers)).movedim(1, -1)
     table = torch.maximum(table, table.amax(0) - FLOOR)  # as slopes are of finite numbers
     at, slopes = LineDensity(table, _slope_beside_jumps(table)).quantiles()
-    place, weight = grid.unsqueeze(-1).expand_as(at), table.softmax(0)
-    mean = (weight * place).sum(0)
-    deviation = (weight * (place - mean).square()).sum(0).sqrt()
+    place = grid.unsqueeze(-1).expand_as(at)
+    bend = KnotTransform(torch.stack([at, place, slopes], -1).movedim(0, -1))
+    # moments by the trapezoidal rule, tails included
+    normal = torch.linspace(-HALF, HALF, 8 * SIZE, dtype=at.dtype, device=at.device)
+    weight = (-normal.square() / 2).softmax(0)
+    moved = bend.bend(normal.reshape(-1, *(1,) * (at.dim() - 1)).expand(-1, *at.shape[1:]))[0]
+    mean = torch.tensordot(weight, moved, 1)
+    deviation = torch.tensordot(weight, (moved - mean).square(), 1).sqrt()
     center = center + times(root, mean)
     root = root * deviation[..., None, :]
     knots = [at, (place - mean) / deviation, slopes / deviation]
