@@ -11,25 +11,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_nami.deriving.expansion import MAX_ERROR, MOST_RUNS, ROUNDING, TOLERANCE
 from pyro_nami.deriving.gaussian_levels import times
 
-__all__ = ["Ascent", "ascend", "curvature_at", "measured", "polish", "root_of"]
+__all__ = [
+    "LONGEST",
+    "SHARES",
+    "Ascent",
+    "ascend",
+    "curvature_at",
+    "measured",
+    "polish",
+    "root_of",
+]
 
 Slopes = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-MOST_STEPS = 150  # evaluations of a search
-NEAR = 1e-2  # nats that a further step would gain, from where Newton steps take fewer runs
-ENOUGH = (
-    1e-5  # nats that a further step would gain at a mode, which is off by 0.005 deviations then
-)
-PATIENCE = 2  # how many times as many evaluations others may take as the first search that ends near the highest
-CLOSE = 1.0  # nats below the highest, that are near
-ARMIJO = 1e-4  # share of the expected gain that a step has to have (Nocedal and Wright 2006, 3.1)
-LONGEST = 3.0  # units of a first step
-SHORTEST = 1e-10  # share of a step, below which the search gives up
-ROUNDING = 32.0  # rounding errors of a log density
+# Nats that a further step would gain, from where Newton steps take fewer runs; at 0.03 mixtures about modes have larger
+# weights.
+NEAR = 1e-2
+# Nats that a further step would gain at a mode, which is off by 0.008 deviations then.
+ENOUGH = TOLERANCE * MAX_ERROR
+PATIENCE = 2  # how many times as many evaluations others may take as the highest search
+LONGEST = 3.0  # units, or deviations, of a first step at most
+SHARES = 1.0, 0.3, 0.1, 0.03  # of a Newton step, tried until one rises
 ASIDE = 0.3  # deviations to both sides, between which slopes are compared; at a tenth of it rounding shows
-DROP = 0.5  # nats that a log density falls by at a deviation from its mode
 DECADES = 2  # by which a way's length may be off, to both sides
 MOST_POLISHED = 8  # Newton steps
 
@@ -54,6 +60,14 @@ class Ascent(NamedTuple):
         """The nats that a Newton step would gain, ``(*lead)``."""
         return _dot(self.slope, times(self.inverse, self.slope)) / 2
 
+    def moved(self, taken: Tensor, place: Tensor, height: Tensor, slope: Tensor) -> Ascent:
+        """Returns the searches at other points where these are ``taken``, ``(*lead)``."""
+        return self._replace(
+            place=torch.where(taken[..., None], place, self.place),
+            height=torch.where(taken, height, self.height),
+            slope=torch.where(taken[..., None], slope, self.slope),
+        )
+
     def at(self, index: int) -> Ascent:
         """Returns one of several searches along the first dim."""
         return Ascent(*(each[index] for each in self))
@@ -77,42 +91,37 @@ def ascend(slopes: Slopes, start: Tensor, unit: Tensor, eps: float) -> Ascent:
         tensor([[3., 3.],
                 [3., 3.]])
     """
-    place = start
-    height, slope = slopes(place)
-    inverse = unit.square().diag_embed().expand(*place.shape, -1).clone()
-    way = times(inverse, slope)
+    at = Ascent(start, *slopes(start), unit.square().diag_embed().expand(*start.shape, -1))
+    way = times(at.inverse, at.slope)
     length = (LONGEST / (way / unit).norm(dim=-1)).clamp(max=1.0)
-    is_first = torch.ones_like(height, dtype=torch.bool)
-    most, i = MOST_STEPS, 0
+    is_first = torch.ones_like(at.height, dtype=torch.bool)
+    most, i = MOST_RUNS, 0
     while i < most:
-        rise, i = _dot(slope, way), i + 1
-        going = height.isfinite() & (rise / 2 > NEAR) & (length > SHORTEST)
+        way, rise, i = times(at.inverse, at.slope), 2 * at.gain, i + 1
+        # a step that rounding leaves nothing of leads nowhere
+        long = length > torch.finfo(length.dtype).eps
+        going = at.height.isfinite() & (at.gain > NEAR) & long
         if not bool(going.any()):
             break
-        ended = height.where(~going & height.isfinite(), -torch.inf).amax(0)
-        if most == MOST_STEPS and bool((ended > height.amax(0) - CLOSE).all()):
+        ended = at.height.where(~going & at.height.isfinite(), -torch.inf).amax(0)
+        if bool((ended == at.height.amax(0)).all()):
             most = min(most, PATIENCE * i)
         length = length.where(going, 0.0)
-        step = length[..., None] * way
+        step, expected = length[..., None] * way, length * rise
         moved = going.reshape(len(going), -1).any(-1)
-        now, below = height.clone(), slope.clone()
-        now[moved], below[moved] = slopes((place + step)[moved])
-        rounding = ROUNDING * eps * height.abs().nan_to_num()
-        is_higher = going & (now >= height + ARMIJO * length * rise - rounding)
+        now, below = at.height.clone(), at.slope.clone()
+        now[moved], below[moved] = slopes((at.place + step)[moved])
+        rounding = ROUNDING * eps * at.height.abs().nan_to_num()
+        is_higher = going & (now >= at.height + TOLERANCE * expected - rounding)
         # the maximum of the parabola through both heights with the slope at the first
-        cut = length * rise / (2 * (height + length * rise - now).clamp(min=1e-300))
+        cut = expected / (2 * (at.height + expected - now).clamp(min=1e-300))
         shorter = length * cut.nan_to_num(0.1).clamp(0.1, 0.5)
-        inverse = torch.where(
-            is_higher[..., None, None],
-            _updated(inverse, step, slope - below, is_first),
-            inverse,
-        )
-        place = torch.where(is_higher[..., None], place + step, place)
-        height, is_first = now.where(is_higher, height), is_first & ~is_higher
-        slope = torch.where(is_higher[..., None], below, slope)
-        way = times(inverse, slope)
+        changed = _updated(at.inverse, step, at.slope - below, is_first & is_higher)
+        inverse = torch.where(is_higher[..., None, None], changed, at.inverse)
+        at = at.moved(is_higher, at.place + step, now, below)._replace(inverse=inverse)
+        is_first &= ~is_higher
         length = torch.where(is_higher, 1.0, shorter)
-    return Ascent(place, height, slope, inverse)
+    return at
 
 
 def _updated(inverse: Tensor, step: Tensor, bend: Tensor, is_first: Tensor) -> Tensor:
@@ -159,13 +168,13 @@ def measured(heights: Callable[[Tensor], Tensor], found: Ascent) -> Ascent:
     root = root_of(found.inverse)
     lengths = torch.logspace(-DECADES, DECADES, 4 * DECADES + 1).to(root)
     ways = root.mT.movedim(-2, 0)
-    steps = (lengths.reshape(-1, *(1,) * ways.dim()) * ways).flatten(0, 1)
+    steps = torch.tensordot(lengths, ways, 0).flatten(0, 1)
     table = heights(torch.cat([found.place + steps, found.place - steps]))
-    drop = (found.height - table).unflatten(0, (2, len(lengths), -1)).mean(0)
-    off = (drop / DROP).log().abs().nan_to_num(torch.inf)
-    best = off.argmin(0)  # (ways, *batch)
+    # in units of what a Normal's falls by at a deviation, half a nat
+    drop = 2 * (found.height - table).unflatten(0, (2, len(lengths), -1)).mean(0)
+    best = drop.log().abs().nan_to_num(torch.inf).argmin(0)  # (ways, *batch)
     at = drop.gather(0, best[None])[0]
-    length = lengths[best] * (DROP / at).sqrt().nan_to_num(1.0).clamp(1 / 3, 3)
+    length = lengths[best] * at.rsqrt().nan_to_num(1.0).clamp(1 / 3, 3)
     root = root * length.movedim(0, -1)[..., None, :]
     return found._replace(inverse=root @ root.mT)
 
@@ -189,20 +198,15 @@ def polish(slopes: Slopes, found: Ascent) -> tuple[Ascent, Tensor]:
         found = found._replace(inverse=spread @ spread.mT)
         if bool((found.gain < ENOUGH).all()):
             break
-        step, is_higher = times(found.inverse, found.slope), torch.zeros_like(found.height) > 0
-        for share in (1.0, 0.3, 0.03):
-            trial = found.place + share * step
+        first, step = found, times(found.inverse, found.slope)
+        for share in SHARES:
+            trial = first.place + share * step
             height, slope = (each[0] for each in slopes(trial[None]))
-            taken = ~is_higher & (height > found.height)
-            is_higher |= taken
-            found = found._replace(
-                place=torch.where(taken[..., None], trial, found.place),
-                height=torch.where(taken, height, found.height),
-                slope=torch.where(taken[..., None], slope, found.slope),
-            )
-            if bool(is_higher.all()):
+            left = found.height == first.height
+            found = found.moved(left & (height > first.height), trial, height, slope)
+            if bool((found.height > first.height).all()):
                 break
-        if not bool(is_higher.any()):
+        if not bool((found.height > first.height).any()):
             break
     return found, values
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_nami.deriving.expansion import TOLERANCE
 from pyro_nami.deriving.gaussian_levels import times
 from pyro_nami.deriving.grids import FLOOR, HALF, SIZE, LineDensity, grid_like, slope_of
 from pyro_nami.deriving.nearest_normal import LOWEST, quasi_normal
@@ -26,7 +27,6 @@ POINTS = 1024  # with weights, in a round; a fourth of them leaves 7% errors of 
 ROUNDS = 4
 ENOUGH = 0.9  # share of the points that are effective, from which a further round changes nothing
 TEMPERED = 0.2  # share that weights are raised to a power for, in a round
-MOST_TEMPERED = 20  # times that the power falls, to a thousandth
 JUMP = 8.0  # nats per deviation by which a slope changes within a step of a grid, at the edge of a support
 
 
@@ -46,22 +46,26 @@ class BentVector(NamedTuple):
     def at(self, normal: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the points ``(*lead, numbers)`` of standard Normal variables, and their log density in nats."""
         bent, log_slope = KnotTransform(self.knots).bend(normal)
-        log_q = (-normal.square() / 2 - math.log(2 * math.pi) / 2 - log_slope).sum(-1)
-        log_det = self.root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return self.center + times(self.root, bent), log_q - log_det
+        return self.center + times(self.root, bent), self._log_q(normal, log_slope)
+
+    def at_each(self, normal: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the same for variables ``(points, numbers)`` that are those of all data sets."""
+        normal = normal.reshape(len(normal), *(1,) * (self.center.dim() - 1), -1)
+        return self.at(normal.to(self.center).expand(-1, *self.center.shape))
 
     def log_prob(self, points: Tensor) -> Tensor:
         """Returns the log density of points ``(*lead, numbers)``, in nats."""
         off = (points - self.center).unsqueeze(-1)
         bent = torch.linalg.solve_triangular(self.root, off, upper=False).squeeze(-1)
-        normal, log_slope = KnotTransform(self.knots).straighten(bent)
+        return self._log_q(*KnotTransform(self.knots).straighten(bent))
+
+    def _log_q(self, normal: Tensor, log_slope: Tensor) -> Tensor:
         log_q = (-normal.square() / 2 - math.log(2 * math.pi) / 2 - log_slope).sum(-1)
         return log_q - self.root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def elbo(self, heights: Heights, normal: Tensor) -> float:
         """Returns the ELBO in nats, by an average over standard Normal variables ``(points, numbers)``."""
-        normal = normal.reshape(len(normal), *(1,) * (self.center.dim() - 1), -1)
-        points, log_q = self.at(normal.to(self.center).expand(-1, *self.center.shape))
+        points, log_q = self.at_each(normal)
         height = heights(points)
         return float((torch.maximum(height, height.amax(0) - LOWEST) - log_q).mean())
 
@@ -84,22 +88,19 @@ def bent_along_lines(heights: Heights, center: Tensor, root: Tensor) -> BentVect
     """
     numbers = center.shape[-1]
     grid = grid_like(SIZE, center[..., 0])
-    ways = root.mT.movedim(-2, 0)
-    steps = grid.reshape(-1, *(1,) * ways.dim())
-    table = heights((center + steps * ways).flatten(0, 1))
+    steps = torch.tensordot(grid.flatten(), root.mT.movedim(-2, 0), 0)
+    table = heights((center + steps).flatten(0, 1))
     table = table.unflatten(0, (SIZE, numbers)).movedim(1, -1)
     table = torch.maximum(table, table.amax(0) - FLOOR)  # as slopes are of finite numbers
     at, slopes = LineDensity(table, _slope_beside_jumps(table)).quantiles()
-    place = grid.reshape(-1, *(1,) * (at.dim() - 1)).expand_as(at)
+    place = grid.unsqueeze(-1).expand_as(at)
     bend = KnotTransform(torch.stack([at, place, slopes], -1).movedim(0, -1))
-    # moments by the trapezoidal rule
+    # moments by the trapezoidal rule, tails included
     normal = torch.linspace(-HALF, HALF, 8 * SIZE, dtype=at.dtype, device=at.device)
-    weight = (-normal.square() / 2).exp()
-    normal = normal.reshape(-1, *(1,) * (at.dim() - 1))
-    moved = bend.bend(normal.expand(-1, *at.shape[1:]))[0]
-    weight = (weight / weight.sum()).reshape(normal.shape)
-    mean = (weight * moved).sum(0)
-    deviation = (weight * (moved - mean).square()).sum(0).sqrt()
+    weight = (-normal.square() / 2).softmax(0)
+    moved = bend.bend(normal.reshape(-1, *(1,) * (at.dim() - 1)).expand(-1, *at.shape[1:]))[0]
+    mean = torch.tensordot(weight, moved, 1)
+    deviation = torch.tensordot(weight, (moved - mean).square(), 1).sqrt()
     center = center + times(root, mean)
     root = root * deviation[..., None, :]
     knots = [at, (place - mean) / deviation, slopes / deviation]
@@ -108,12 +109,10 @@ def bent_along_lines(heights: Heights, center: Tensor, root: Tensor) -> BentVect
 
 def reweighted(heights: Heights, found: BentVector) -> tuple[BentVector, float]:
     """Returns a vector with mean and covariance of weighted points, bent anew; and the share that was effective."""
-    numbers = found.center.shape[-1]
-    normal = quasi_normal(POINTS, numbers).to(found.center)
-    normal = normal.reshape(-1, *(1,) * (found.center.dim() - 1), numbers)
+    normal = quasi_normal(POINTS, found.center.shape[-1])
     effective = 1.0
     for _ in range(ROUNDS):
-        points, log_q = found.at(normal.expand(-1, *found.center.shape))
+        points, log_q = found.at_each(normal)
         log_weight = heights(points) - log_q
         effective = float(effective_share(log_weight).min())
         # by how much they differ from equal ones, whose mean and covariance are known
@@ -153,9 +152,8 @@ def effective_share(log_weight: Tensor) -> Tensor:
 def _tempered(log_weight: Tensor) -> Tensor:
     """Returns weights that sum to 1, to a power at which `TEMPERED` of the points are effective, if fewer are."""
     power = torch.ones_like(log_weight[0])
-    for _ in range(MOST_TEMPERED):
-        few = effective_share(power * log_weight) < TEMPERED
-        if not bool(few.any()):
-            break
+    few = power > 0
+    while bool(few.any()):
+        few = (effective_share(power * log_weight) < TEMPERED) & (power > TOLERANCE)
         power = torch.where(few, 0.7 * power, power)
     return (power * log_weight).softmax(0)

@@ -24,8 +24,7 @@ from pyro_nami.deriving.expansion import (
     squeezed,
     without_gaps,
 )
-from pyro_nami.deriving.in_turn import InTurn, Order
-from pyro_nami.factors.bounds import bound_for
+from pyro_nami.deriving.in_turn import InTurn, Order, bound_of, predictor_of
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["LinearBernoulli"]
@@ -125,11 +124,9 @@ class LinearBernoulli(Expansion):
 
     def _tightest(self, site: Mapping[str, Any]) -> Tensor:
         """Returns where the bound of a child is tightest, given the means that the run was made at."""
-        bound, value = bound_for(site["fn"]), without_gaps(site)
-        assert bound is not None
-        mean = bound.predictor(site["fn"])
+        mean = predictor_of(site)
         mean = mean if self.differentiable else mean.detach()
-        tightest = bound.tightest(value, mean, mean.square())
+        tightest = bound_of(site).tightest(without_gaps(site), mean, mean.square())
         return tightest.reshape(*tightest.shape[: mean.dim() - site["fn"].event_dim], -1)
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ = ["ConjugateGroup"]
 
@@ -76,17 +77,13 @@ class ConjugateGroup(NamedTuple):
 
     def without(self, lacking: Collection[str], observed: Collection[str] = ()) -> ConjugateGroup:
         """Returns the group without sites that a call lacks; members that it observes are children."""
-        kept = [
-            i for i, name in enumerate(self.members) if name not in lacking and name not in observed
-        ]
-        fields = ("members", "depths", "elements")
-        parts: dict[str, Any] = {
-            field: tuple(getattr(self, field)[i] for i in kept)
-            for field in fields
-            if getattr(self, field)
-        }
-        parts["flat"] = self.flat.intersection(parts["members"])
+        kept = [name not in lacking and name not in observed for name in self.members]
+        members = tuple(itertools.compress(self.members, kept))
         children = (*self.children, *(name for name in self.members if name in observed))
         return self._replace(
-            children=tuple(name for name in children if name not in lacking), **parts
+            members=members,
+            children=tuple(name for name in children if name not in lacking),
+            depths=tuple(itertools.compress(self.depths, kept)),
+            elements=tuple(itertools.compress(self.elements, kept)),
+            flat=self.flat.intersection(members),
         )

@@ -66,7 +66,6 @@ class Enumeration(Expansion):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        (self._name,) = self.group.members
         self.count = self.group.elements[0] if self.away is None else None
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
@@ -84,14 +83,14 @@ class Enumeration(Expansion):
         return values[which.long().clamp(max=len(values) - 1)]
 
     def solve(self, sites: Mapping[str, Any]) -> None:
-        prior_logits = self.priors[self._name].log_prob(self.values[self._name])
+        prior_logits = self.priors[self.first].log_prob(self.values[self.first])
         likelihood = torch.zeros_like(prior_logits)
         for name in filter(sites.__contains__, self.group.children):
             density = self.density(sites, name)
-            likelihood = likelihood + within_plates(density, sites[name], sites[self._name])
+            likelihood = likelihood + within_plates(density, sites[name], sites[self.first])
         self._likelihood = likelihood.detach()
         logits = (prior_logits + likelihood).log_softmax(0)
-        finite = self.finite[self._name] = ~logits.isnan().any(0)
+        finite = self.finite[self.first] = ~logits.isnan().any(0)
         logits = torch.where(finite, logits, prior_logits).movedim(0, -1)
         self._logits = logits if self.differentiable else logits.detach()
 
@@ -108,8 +107,8 @@ class Enumeration(Expansion):
         return bool(self._logits.isfinite().any(-1).all())
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        value = values[self._name]
-        which = value.argmax(-1) if self.priors[self._name].event_shape else value.long()
+        value = values[self.first]
+        which = value.argmax(-1) if self.priors[self.first].event_shape else value.long()
         which = which.reshape(1, *self._likelihood.shape[1:])
         return [self._likelihood.gather(0, which)]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
@@ -43,6 +43,7 @@ __all__ = [
     "narrowed",
     "operations_of",
     "parameters_of",
+    "plate_dims",
     "plate_shape",
     "solved",
     "squeezed",
@@ -63,18 +64,6 @@ class Changed(Exception):
     """Ends an expansion that a run has shown to be made for another model: sizes, or what is observed, are others."""
 
 
-class Measured(NamedTuple):
-    """The log density of a group's children at a point.
-
-    Attributes:
-        slopes: by each member's values; none of discrete ones.
-        totals: log density of each child, summed, in nats.
-    """
-
-    slopes: dict[str, Tensor]
-    totals: Tensor
-
-
 class Expansion:
     """The log density of a group's children about some point, as a function of the members.
 
@@ -87,9 +76,11 @@ class Expansion:
         given: values of the members at that point, if it is not to be told by deviations.
 
     Attributes:
+        first: the first member.
         priors, values: of each member, once the run has met it; priors without masks.
         shapes: of their values, with all batch dims.
-        measured: what a run showed of a point by itself.
+        slopes: of the children's log density by each member's values, none of discrete ones, once it is measured.
+        total: that log density, summed, in nats.
         finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
             prior, given what is drawn before.
         count: number of points, along a dim of their own to the left of all others; None without such a dim.
@@ -111,6 +102,7 @@ class Expansion:
         given: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.group = group
+        self.first = group.members[0]
         self.nesting = nesting
         self.away = away
         self.differentiable = differentiable
@@ -156,10 +148,6 @@ class Expansion:
         """
         raise NotImplementedError
 
-    def joint_slopes(self, sites: Mapping[str, Any], again: bool = False) -> dict[str, Tensor]:
-        """Returns the slopes of the joint log density, members' own included, as `take` does."""
-        return self.take(sites, again=again, parts=self.until)
-
     def apart(self) -> Self:
         """Returns the same conditionals for another pass, without what they were derived from."""
         return copy.copy(self)
@@ -179,17 +167,16 @@ class Expansion:
         raise NotImplementedError
 
     def measure(self, sites: Mapping[str, Any]) -> None:
-        """Takes slopes and the log densities of the children."""
-        slopes: dict[str, Tensor] = {}
+        """Takes slopes and the log density of the children."""
+        self.slopes: dict[str, Tensor] = {}
         if all(leaf.requires_grad for leaf in self.values.values()):
-            slopes = {name: each.detach() for name, each in self.take(sites).items()}
-        totals = torch.stack([self._total(sites, name) for name in self.group.children])
-        self.measured = Measured(slopes, totals)
+            self.slopes = {name: each.detach() for name, each in self.take(sites).items()}
+        self.total = torch.stack([self._total(sites, name) for name in self.group.children]).sum()
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child says something of the members, and the conditional is a proper one."""
         for child in self.group.children:
-            slopes = self.take(sites, again=True, parts=[child])
+            slopes = self.take(sites, parts=[child])
             if not any(bool((slope != 0).any()) for slope in slopes.values()):
                 return False
         return True
@@ -207,17 +194,18 @@ class Expansion:
         for (name, value), *each in zip(at.items(), *slopes):
             terms = [value.detach() * slope for slope in each]
             # times the value, as slopes by its log
-            found = value.detach() * far.measured.slopes[name]
+            found = value.detach() * far.slopes[name]
             if not agree(found, torch.zeros_like(found), terms):
                 return False
         return True
 
     def gain(self, near: Any, far: Any) -> tuple[Tensor, Tensor]:
         """Returns what the log density gains between two points by the form, and the size of its terms."""
-        starts, ends = (self.predict(each.values) for each in (near, far))
-        gains = [(end - start).detach() for start, end in zip(starts, ends)]
-        total = torch.stack([each.sum() for each in gains]).sum()
-        return total, torch.stack([each.abs().sum() for each in gains]).sum()
+        terms = zip(self.predict(near.values), self.predict(far.values))
+        gains = [(end - start).detach() for start, end in terms]
+        total: Any = sum(each.sum() for each in gains)
+        size: Any = sum(each.abs().sum() for each in gains)
+        return total, size
 
     def take(
         self,
@@ -232,7 +220,7 @@ class Expansion:
         Args:
             sites: of the run.
             again: whether they are to be differentiated themselves.
-            parts: the children whose log density it is; by default all.
+            parts: the sites whose log density it is; by default all children.
             more: further terms that add to the log density, of one element each.
         """
         with derivatives():
@@ -255,10 +243,8 @@ class Expansion:
         """Returns a member's values at the points, given its prior."""
         prior = self.priors[name] = unmasked(prior)
         leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
-        shape = broadcast(leading, torch.Size(prior.batch_shape)) + torch.Size(prior.event_shape)
-        self.shapes[name] = shape
-        dims = len(self.leading) + (self.count is not None)
-        if len(shape) > dims + len(prior.event_shape):
+        shape = self.shapes[name] = broadcast(leading, prior.batch_shape) + prior.event_shape
+        if len(shape) > len(leading) + len(prior.event_shape):
             raise RuntimeError(
                 f"'{name}' has more batch dims than its plates and the dims of the points."
             )
@@ -284,14 +270,12 @@ class Expansion:
         fn, value = sites[name]["fn"], without_gaps(sites[name])
         with suppress(NotImplementedError):
             if not value.isnan().any() and not _is_supported(fn, value):
-                return torch.tensor(
-                    -torch.inf, dtype=torch.get_default_dtype(), device=value.device
-                )
+                return value.new_full((), -torch.inf, dtype=torch.get_default_dtype())
         return self.density(sites, name).detach().sum()
 
     def weighted(self, each: Tensor, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns numbers of a site, times the ratio of the site's scale to that of the members."""
-        own, scale = sites[name]["scale"], sites[self.group.members[0]]["scale"]
+        own, scale = sites[name]["scale"], sites[self.first]["scale"]
         both = {type(own), type(scale)}
         if own is scale or Tensor not in both and own == scale:
             return each
@@ -312,9 +296,11 @@ def solved(
     return expansion, sites
 
 
-def parameters_of(*tensors: Tensor) -> Iterator[Tensor]:
-    """Yields the leaves with gradients that tensors were computed from."""
-    return (node.variable for node in operations_of(*tensors) if hasattr(node, "variable"))
+def parameters_of(*tensors: Tensor, but: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Returns the leaves with gradients that tensors were computed from, but for some."""
+    own = set(map(id, but))
+    leaves = [node.variable for node in operations_of(*tensors) if hasattr(node, "variable")]
+    return [leaf for leaf in leaves if id(leaf) not in own]
 
 
 def operations_of(*tensors: Tensor) -> Iterator[Any]:
@@ -329,6 +315,11 @@ def operations_of(*tensors: Tensor) -> Iterator[Any]:
             nodes += [parent for parent, _ in node.next_functions]
 
 
+def plate_dims(site: Mapping[str, Any]) -> frozenset[int]:
+    """Returns the dims of the plates around a site, which are negative."""
+    return frozenset(frame.dim for frame in site["cond_indep_stack"] if frame.vectorized)
+
+
 def plate_shape(site: Mapping[str, Any]) -> torch.Size:
     """Returns the sizes of the plates around a site, 1 where there is none."""
     frames = {-frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
@@ -337,11 +328,7 @@ def plate_shape(site: Mapping[str, Any]) -> torch.Size:
 
 def within_plates(log_prob: Tensor, site: Mapping[str, Any], other: Mapping[str, Any]) -> Tensor:
     """Returns a site's log density summed over the plates that are not around another site, which leaves size 1."""
-    dims, kept = (
-        {frame.dim for frame in each["cond_indep_stack"] if frame.vectorized}
-        for each in (site, other)
-    )
-    summed = sorted(dims - kept)
+    summed = sorted(plate_dims(site) - plate_dims(other))
     return log_prob.sum(summed, keepdim=True) if summed else log_prob
 
 
@@ -365,7 +352,7 @@ def agree(
     found: Tensor, start: Tensor, terms: Sequence[Tensor], dtype: torch.dtype | None = None
 ) -> bool:
     """Whether something moved from ``start`` by the sum of some terms, as far as rounding and a thousandth allow."""
-    size = torch.stack(torch.broadcast_tensors(*[term.abs() for term in terms])).sum(0)
+    size: Any = sum(term.abs() for term in terms)
     rounding = ROUNDING * torch.finfo(dtype or size.dtype).eps * (size + start.abs()).max()
     off = (found - start - sum(terms)).abs()
     return bool((off <= TOLERANCE * (size + TOLERANCE * size.max()) + rounding).all())

@@ -143,10 +143,9 @@ class ByStatistics(Expansion):
         group, leading, nesting, differentiable, away: as for `Expansion`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        (self._name,) = self.group.members
-        self._form = FORMS[self.group.form]
+    @property
+    def _form(self) -> Form:
+        return FORMS[self.group.form]
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         base = innermost(prior)
@@ -162,9 +161,9 @@ class ByStatistics(Expansion):
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         """Solves e1 T1' + e2 T2' = l' and e1 T1'' + e2 T2'' = l'', the latter along one direction in a simplex."""
-        leaf, slope = self.values[self._name], self.take(sites, again=True)[self._name]
+        leaf, slope = self.values[self.first], self.take(sites, again=True)[self.first]
         z, along = leaf.detach(), torch.ones_like(leaf)
-        if innermost(self.priors[self._name]).event_shape:
+        if innermost(self.priors[self.first]).event_shape:
             along[..., -1] = 1.0 - leaf.shape[-1]
         with derivatives():
             at = z.clone().requires_grad_()
@@ -177,7 +176,7 @@ class ByStatistics(Expansion):
             det = first1 * second2 - first2 * second1
             e1 = (slope * second2 - first2 * bend) / det
             e2 = (first1 * bend - slope * second1) / det
-        finite = self.finite[self._name] = e1.isfinite() & e2.isfinite()
+        finite = self.finite[self.first] = e1.isfinite() & e2.isfinite()
         e1, e2 = (torch.where(finite, each, 0.0) for each in (e1, e2))
         self.natural = (e1, e2) if self.differentiable else (e1.detach(), e2.detach())
 
@@ -190,7 +189,7 @@ class ByStatistics(Expansion):
         return fn.to_event(event_dim - len(fn.event_shape))
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
-        parameters = self._form.parameters(innermost(self.priors[self._name]), *self.natural)
+        parameters = self._form.parameters(innermost(self.priors[self.first]), *self.natural)
         try:
             self._form.kind(*parameters, validate_args=True)
         except ValueError:
@@ -198,7 +197,7 @@ class ByStatistics(Expansion):
         return super().reaches(sites)
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        statistics = self._form.statistics(values[self._name])
+        statistics = self._form.statistics(values[self.first])
         return [e * each for e, each in zip(self.natural, statistics)]
 
     def explains(self, far: ByStatistics) -> bool:

@@ -110,36 +110,26 @@ class Finder:
 
     def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
         """Returns the group by the first form that holds, as `Refutation.holding` does for one form."""
-        held = self._first_holding(group, near)
-        reason = self._too_restless(held) if held is not None and held.has_mode else ""
-        if held is None or not reason:
-            return held
-        self.refused.update(dict.fromkeys(held.members, reason))
-        return None
-
-    def _too_restless(self, group: ConjugateGroup) -> str:
-        """Returns why a mode is not to be searched for anew in each step; empty if it may be."""
-        if self.is_compiled and self._moves(group):
-            return COMPILED
-        if self.located.issuperset(group.members):
-            return ""
-        weights = sum(each.numel() for each in self._weights(group))
-        return WEIGHTS.format(weights) if weights > MOST_WEIGHTS else ""
-
-    def _weights(self, group: ConjugateGroup) -> list[torch.Tensor]:
-        """Returns the model's parameters that a group's density moves with."""
-        return self.tests.parameters(group, self.tests.draws[0])
-
-    def _first_holding(self, group: ConjugateGroup, near: bool) -> ConjugateGroup | None:
         name, *others = group.members
         # of one latent a truncated Normal, say, which bounds may cut anywhere
         forms = [] if others else self._forms(name)
-        candidates = (*(group.alone(form) for form in forms), group)
-        return next(filter(None, (self.tests.holding(each, near) for each in candidates)), None)
+        for candidate in (*map(group.alone, forms), group):
+            held = self.tests.holding(candidate, near)
+            if held is not None:
+                break
+        reason = self._too_restless(held) if held is not None and held.has_mode else ""
+        if reason:
+            self.refused.update(dict.fromkeys(group.members, reason))
+        return None if reason else held
 
-    def _moves(self, group: ConjugateGroup) -> bool:
-        """Whether a group's mode depends on more than the data of a call: on latents, parameters or instances."""
-        return bool(group.needed or self.subsampled or self._weights(group))
+    def _too_restless(self, group: ConjugateGroup) -> str:
+        """Returns why a mode is not to be searched for anew in each step; empty if it may be."""
+        parameters = self.tests.parameters(group, self.tests.draws[0])
+        if self.is_compiled and (group.needed or self.subsampled or parameters):
+            return COMPILED
+        weights = sum(each.numel() for each in parameters)
+        is_asked = self.located.issuperset(group.members)
+        return WEIGHTS.format(weights) if weights > MOST_WEIGHTS and not is_asked else ""
 
     # ---- in a given inverse
 
@@ -166,11 +156,12 @@ class Finder:
                 continue  # as to try each end of a long chain would take too many runs of the model
             # By a bound, binary latents do not depend on each other.
             apart = set(group.members) if group.form == "Bernoulli" else set()
-            unread = set().union(
-                *(exact[each].difference(inverse.parents[each], apart) for each in group.members)
-            )
-            if unread:
-                self.refused[name] = f"the inverse does not let it read '{min(unread, key=str)}'"
+            unread = [
+                exact[each].difference(inverse.parents[each], apart) for each in group.members
+            ]
+            if any(unread):
+                other = min(set().union(*unread), key=str)
+                self.refused[name] = f"the inverse does not let it read '{other}'"
             elif exact_group := self.holding(group):
                 found.update({name: self._own(exact_group, name) for name in group.members})
             else:
@@ -260,21 +251,21 @@ class Finder:
 
         Flat ones between zero and some number come last, as these mostly are scales.
         """
-        flat = [name for name in latents if name in self.flat]
         whole = self._closed(latents)
         if not whole or self._is_block(whole, near=self.flat.isdisjoint(whole)):
             return whole
-        priors = {name: flat_prior(self.nodes[name]["fn"]) for name in flat}
-        scales = [name for name, prior in priors.items() if prior and bool((prior.low == 0).all())]
-        normal = [name for name in latents if name not in flat]
-        places = [name for name in flat if name not in scales]
+        kinds: list[list[str]] = [[], [], []]
+        for name in latents:
+            prior = flat_prior(self.nodes[name]["fn"]) if name in self.flat else None
+            is_scale = prior is not None and bool((prior.low == 0).all())
+            kinds[0 if prior is None else 1 + is_scale].append(name)
         exact: list[str] = []
-        for names in (normal, places, scales):
+        for names in kinds:
             exact = self._grown(exact, names, latents, near=False)
-        most = self._grown([], normal, latents, near=True)
+        most = self._grown([], kinds[0], latents, near=True)
         if exact and len(exact) >= len(most):
             return exact
-        for names in (places, scales):
+        for names in kinds[1:]:
             most = self._grown(most, names, latents, near=True)
         return most
 
@@ -360,16 +351,13 @@ class Finder:
             yield f"its prior, {type(innermost(site['fn'])).__name__}, is of no such form"
         if is_masked_within(site["fn"]) or own_mask(site) is not None and self._bound([name]):
             yield "it is masked"
-        needed = (
-            set()
-            .union(self._parents(name), *map(self._parents, data))
-            .difference(self.net.observed, [name])
-        )
         bounded = self._form(name) == "Bernoulli"
         if self.bounds.get(name) == "bound" and not bounded:
             yield "a fixed point is found of bounds on binary latents only; 'bounded' learns the parameters of others"
-        for each in sorted(filter(self._is_counted, needed), key=str):
-            if not (bounded and each in self.nodes and self._form(each) == "Bernoulli"):
+        for each in sorted(self._needed([name]), key=str):
+            is_counted = each not in self.nodes or self.nodes[each]["fn"].has_enumerate_support
+            is_bounded = bounded and each in self.nodes and self._form(each) == "Bernoulli"
+            if is_counted and not is_bounded:
                 yield f"its density reads '{each}', which is discrete"
         for child in sorted(data, key=str) if bounded else ():
             fn = self.nodes[child]["fn"]
@@ -385,9 +373,6 @@ class Finder:
                 or not self.frames[child].intersection(self.subsampled) <= self.frames[name]
             ):
                 yield f"a call sees a part only of '{child}', which depends on it"
-
-    def _is_counted(self, name: Any) -> bool:
-        return name not in self.nodes or self.nodes[name]["fn"].has_enumerate_support
 
     def _is_normal(self, name: str) -> bool:
         kinds = (dist.Normal, dist.MultivariateNormal)
@@ -437,26 +422,27 @@ class Finder:
     def _data(self, name: Any) -> set:
         return self._children(name).intersection(self.net.observed)
 
+    def _needed(self, names: Sequence[str]) -> frozenset:
+        """Returns the latents that the density of some latents and their data reads."""
+        data = set().union(*map(self._data, names))
+        read = set().union(*map(self._parents, {*names, *data}))
+        return frozenset(read.difference(names, self.net.observed))
+
     def _group(self, names: Sequence[str], inverse: Inverse | None = None) -> ConjugateGroup | None:
         """Returns latents as a group; None if no form is one of such latents."""
         if not all(map(self._is_able, names)):
             return None
-        children = set().union(*map(self._data, names))
+        children = sorted(set().union(*map(self._data, names)))
         if not children:
             return None
-        needed = (
-            set()
-            .union(*map(self._parents, [*names, *children]))
-            .difference(names, self.net.observed)
-        )
-        group = ConjugateGroup(tuple(names), tuple(sorted(children)), needed=frozenset(needed))
+        group = ConjugateGroup(tuple(names), tuple(children), needed=self._needed(names))
         group = group._replace(bound=self._bound(names))
         if not all(map(self._is_normal, names)):
-            forms = set(map(self._form, names))
-            form = self._form(names[0]) if len(names) == 1 or forms == {"Bernoulli"} else None
-            if form == "enumeration":
-                group = group._replace(elements=(num_values(self.nodes[names[0]]["fn"]) or 0,))
-            return None if form is None else group._replace(form=form)
+            form, *others = set(map(self._form, names))
+            if form is None or others or len(names) > 1 and form != "Bernoulli":
+                return None
+            count = num_values(self.nodes[names[0]]["fn"]) if form == "enumeration" else None
+            return group._replace(form=form, elements=(count,) if count else ())
         if any(self._parents(name).intersection(names[i:]) for i, name in enumerate(names)):
             return None  # of a block each prior is given what is drawn before it
         depths, lifted = self._levels(names, inverse)
@@ -511,12 +497,14 @@ class Finder:
             depths = {
                 name: len(used) if name in dense else used.index(frames[name]) for name in names
             }
-            lifted = [name for name in names if name not in dense] if inverse is None else []
-            blocks = self._parts(_by_depth(depths)) if lifted else []
-            coupled = nami(self.net, direction="reverse", blocks=blocks).joint if lifted else {}
-            if not any(coupled[name] for name in lifted):
+            coupled = set()
+            if inverse is None and used:
+                blocks = self._parts(_by_depth(depths))
+                joint = nami(self.net, direction="reverse", blocks=blocks).joint
+                coupled = {name for name in names if name not in dense and joint[name]}
+            if not coupled:
                 return [depths[name] for name in names], len(used)
-            dense |= {name for name in lifted if coupled[name]}
+            dense |= coupled
 
 
 def _by_depth(depths: Mapping[str, int]) -> list[list[str]]:

@@ -12,7 +12,7 @@ a gradient, its slopes are the same. If it has not, the block is derived anew (`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
@@ -24,9 +24,10 @@ from pyro_nami.deriving.expansion import (
     ROUNDING,
     Changed,
     broadcast,
-    derivatives,
     irregular,
     narrowed,
+    squeezed,
+    trimmed,
 )
 from pyro_nami.deriving.gaussian_levels import Level
 from pyro_nami.deriving.joint_gaussian import JointGaussian
@@ -43,12 +44,10 @@ class ConstantLevel(NamedTuple):
     """The constant parts of a level of a block's elimination.
 
     Attributes:
-        names: the members.
-        level: with the rows that are constant as they are, and prior rows at a scale of 1 where it is no constant.
-        units: child -> the rows that its precision is a factor of.
+        level: without rows, and with prior rows at scales of 1.
+        units: child -> its rows, at a precision of 1 where that is a factor.
     """
 
-    names: list[str]
     level: Level
     units: dict[str, Tensor]
 
@@ -58,7 +57,6 @@ class Constants(NamedTuple):
 
     Attributes:
         factors: Normal children with one precision for all rows.
-        scales: members whose prior scale is no constant.
         marks: what has to be the same for all this to hold, see `_marks`.
         levels: in order of elimination.
     """
@@ -68,7 +66,6 @@ class Constants(NamedTuple):
     references: dict[str, Tensor]
     sizes: dict[str, int]
     factors: frozenset[str]
-    scales: frozenset[str]
     marks: list[Tensor]
     levels: list[ConstantLevel]
 
@@ -110,31 +107,22 @@ class FromConstants(JointGaussian):
             name: _precision(self, sites, name).double()[..., None, None]
             for name in constants.factors
         }
-        marks = [
-            _told(mark, own)
-            for mark, own in _marks(self, sites, constants.factors, constants.scales)
-        ]
+        marks = list(_marks(self, sites, constants.factors))
+        is_same = len(marks) == len(constants.marks) and all(
+            _same(then, *now, self._is_rounded) for then, now in zip(constants.marks, marks)
+        )
         finite = all(bool(each.isfinite().all()) for each in weights.values())
-        if not finite or not _same(constants.marks, marks, self._is_rounded):
+        if not finite or not is_same:
             self._forget()
             raise Changed
-        for names, level, units in constants.levels:
-            rows = sum((weights[name] * unit for name, unit in units.items()), start=level.rows)
-            if not constants.scales.isdisjoint(names):
-                level = level._replace(prior=level.prior / self._scales(names))
-            self._levels.append(level._replace(rows=rows))
+        for level, units in constants.levels:
+            rows = [weights.get(name, 1.0) * unit for name, unit in units.items()]
+            scales = [self._flat(name, self._base(name).scale) for name in level.names]
+            batch = functools.reduce(broadcast, [each.shape[:-1] for each in scales])
+            scale = torch.cat([each.expand(*batch, -1) for each in scales], -1)
+            prior = level.prior / scale.double().unsqueeze(-1)
+            self.levels.append(level._replace(rows=sum(rows, level.rows), prior=prior))
         self._eliminate()
-
-    def _scales(self, names: Sequence[str]) -> Tensor:
-        """Returns the prior scales of a level's elements that are no constants, else 1: ``(*batch, *plates, E, 1)``."""
-        found = []
-        for name in names:
-            moves = name in self._constants.scales
-            scale = self._base(name).scale if moves else self.references[name].new_ones(())
-            found.append(self._flat(name, scale))
-        batch = functools.reduce(broadcast, [each.shape[:-1] for each in found])
-        whole = torch.cat([each.expand(*batch, -1) for each in found], -1)
-        return whole.double().unsqueeze(-1)
 
 
 def constants_of(
@@ -158,33 +146,28 @@ def constants_of(
         return None
     children = [name for name in group.children if name in sites]
     normal = [name for name in children if type(sites[name]["fn"]) is dist.Normal]
-    weights = {name: _precision(block, sites, name) for name in normal}
     factors = frozenset(
-        name
-        for name, weight in weights.items()
-        if weight.shape[max(0, weight.dim() - nesting) :].numel() == 1
+        name for name in normal if _first(_precision(block, sites, name), nesting).numel() == 1
     )
-    scales = frozenset(name for name, base in bases.items() if base.scale.requires_grad)
-    block.units = factors | scales
-    with derivatives():
-        rows = {name: block.levels_of(sites, name) for name in children}
+    block.units = factors.union(bases)
+    rows: dict[str, list[Level]] = {}
+    for name in children:
+        block.fit(sites, [name])
+        rows[name] = block.levels
     points = {name: _point(block, name, i) for i, name in enumerate(block.priors)}
     once = block.sites(run, {}, {name: lambda _, at=at: at for name, at in points.items()})
     block.priors = {name: once[name]["fn"] for name in block.priors}
-    marks = list(_marks(block, once, factors, scales))
-    if any(mark.requires_grad or not _is_one(mark, own) for mark, own in marks):
-        return None
-    kept = [_told(*mark).detach().clone() for mark in marks]
+    kept = []
+    for mark, dims in _marks(block, once, factors):
+        one = squeezed(_first(mark, dims), 0).detach().clone()
+        if not _same(one, mark, dims):
+            return None
+        kept.append(one)
     references = {
         name: _first(value, _dims(block, name)) for name, value in block.references.items()
     }
-    levels = [
-        _constant_level(names, dict(zip(children, each)), factors, nesting)
-        for names, each in zip(block.by_level, zip(*rows.values()))
-    ]
-    return Constants(
-        points, block.shapes, references, dict(block.sizes), factors, scales, kept, levels
-    )
+    levels = [_constant_level(dict(zip(children, each)), nesting) for each in zip(*rows.values())]
+    return Constants(points, block.shapes, references, dict(block.sizes), factors, kept, levels)
 
 
 def _precision(block: JointGaussian, sites: Mapping[str, Any], name: str) -> Tensor:
@@ -197,10 +180,9 @@ def _point(block: JointGaussian, name: str, phase: int) -> Tensor:
     """Returns an irregular value of a member, the same for the whole batch."""
     prior, shape, dims = block.priors[name], block.shapes[name], _dims(block, name)
     reference = _first(block.references[name], dims)
-    flat = block.flat.get(name)
-    step = prior.stddev.detach().mean() if flat is None else flat.step()
-    noise = irregular(shape[len(shape) - dims :], reference, phase)
-    value = (reference + step.to(reference) * noise).expand(shape)
+    step = block.steps[name].mean().to(reference)
+    value = reference + step * irregular(shape[len(shape) - dims :], reference, phase)
+    value = value.expand(shape)
     if block.leading.numel() == 1:
         value = value.reshape(prior.batch_shape + prior.event_shape)
     return value.clone()
@@ -211,24 +193,17 @@ def _dims(block: JointGaussian, name: str) -> int:
     return block.nesting + len(block.priors[name].event_shape)
 
 
-def _constant_level(
-    names: list[str], children: Mapping[str, Level], factors: Collection[str], nesting: int
-) -> ConstantLevel:
+def _constant_level(children: Mapping[str, Level], nesting: int) -> ConstantLevel:
     """Returns the constant parts of a level, given what each child by itself says of it."""
     level = next(iter(children.values()))
     rows = {name: _first(each.rows, nesting + 2) for name, each in children.items()}
-    rows = {name: each for name, each in rows.items() if each.any()}
-    units = {name: rows.pop(name) for name in set(factors) & rows.keys()}
-    prior = _first(level.prior, nesting + 2)
-    fixed = sum(rows.values(), torch.zeros_like(_first(level.rows, nesting + 2)))
-    return ConstantLevel(names, level._replace(rows=fixed, prior=prior), units)
+    units = {name: each for name, each in rows.items() if each.any()}
+    none = torch.zeros_like(_first(level.rows, nesting + 2))
+    return ConstantLevel(level._replace(rows=none, prior=_first(level.prior, nesting + 2)), units)
 
 
 def _marks(
-    expansion: SecondOrder,
-    sites: Mapping[str, Any],
-    factors: Collection[str],
-    scales: Collection[str],
+    expansion: SecondOrder, sites: Mapping[str, Any], factors: Collection[str]
 ) -> Iterator[tuple[Tensor, int]]:
     """Yields what constants depend on, and how many of its dims are those of plates and events."""
     nesting = expansion.nesting
@@ -236,15 +211,13 @@ def _marks(
         base = innermost(prior)
         if name not in expansion.flat and type(base) is dist.Normal:
             yield base.loc, nesting + len(prior.event_shape)
-            if name not in scales:
-                yield base.scale, nesting + len(prior.event_shape)
     for name in expansion.group.children:
         if name not in sites:
             continue
         site = sites[name]
         if type(site["fn"]) is dist.Normal:
             yield site["fn"].loc, nesting
-            yield site["value"] if site["mask"] is None else without_gaps(site), nesting
+            yield without_gaps(site), nesting
             if site["mask"] is not None:
                 yield torch.as_tensor(site["mask"]), nesting
             if name not in factors:
@@ -254,37 +227,21 @@ def _marks(
             yield expansion.density(sites, name), nesting
 
 
-def _told(mark: Tensor, dims: int) -> Tensor:
-    """Returns what a mark says: of a batch to the left of some dims one, if all of it is the same; else all of it."""
-    mark = narrowed(mark)
-    mark = _first(mark, dims) if _is_one(mark, dims) else mark
-    while mark.dim() and mark.shape[0] == 1:
-        mark = mark[0]
-    return mark
+def _same(then: Tensor, now: Tensor, dims: int, is_rounded: bool = False) -> bool:
+    """Whether all of a batch, to the left of some dims, is a tensor of before, without a gradient.
 
-
-def _same(then: Sequence[Tensor], now: Sequence[Tensor], is_rounded: bool) -> bool:
-    """Whether tensors are those of before, to the bit or but for rounding, and have no gradient."""
-    return len(then) == len(now) and all(
-        not b.requires_grad
-        and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-        and (torch.equal(a, b) or (is_rounded and _is_near(a, b)))
-        for a, b in zip(then, now)
-    )
-
-
-def _is_near(a: Tensor, b: Tensor) -> bool:
-    if not a.is_floating_point():
+    It is to be so to the bit, or but for rounding.
+    """
+    shape = trimmed(now.shape[max(0, now.dim() - dims) :], 0)
+    if now.requires_grad or (then.shape, then.dtype, then.device) != (shape, now.dtype, now.device):
         return False
-    size = torch.maximum(a.abs(), b.abs()).amax()
-    return bool(((a - b).abs() <= ROUNDING * torch.finfo(a.dtype).eps * size).all())
+    is_equal = bool((then == now).all())
+    if is_equal or not (is_rounded and now.is_floating_point()):
+        return is_equal
+    size = torch.maximum(then.abs().amax(), now.abs().amax())
+    return bool(((then - now).abs() <= ROUNDING * torch.finfo(now.dtype).eps * size).all())
 
 
 def _first(value: Tensor, dims: int) -> Tensor:
     """Returns the first of a batch, which lies to the left of some dims."""
     return value[(slice(0, 1),) * max(0, value.dim() - dims)]
-
-
-def _is_one(value: Tensor, dims: int) -> bool:
-    """Whether all of a batch, which lies to the left of some dims, is the same."""
-    return value.dim() <= dims or bool((value == _first(value, dims)).all())

@@ -23,6 +23,7 @@ class Level(NamedTuple):
     """Elements that are eliminated at once, x, and those left behind them, r.
 
     Attributes:
+        names: the members that x are the elements of, the last drawn first.
         start, size: which elements x are.
         dims: plate dims, negative, that these are repeated along.
         rows: [H_x, H_xr, -g], ``(*batch, *plates, size, elements from start on + 1)``.
@@ -33,6 +34,7 @@ class Level(NamedTuple):
             prior is flat.
     """
 
+    names: Sequence[str]
     start: int
     size: int
     dims: frozenset[int]

@@ -8,7 +8,6 @@ are linear in the latents, so one run of the model, at zero and at all unit vect
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from pyro_nami.factors.bounds import Bound, bound_for
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.program.masks import log_density_of
 
-__all__ = ["ConditionalsInTurn", "InTurn", "Order"]
+__all__ = ["ConditionalsInTurn", "InTurn", "Order", "bound_of", "predictor_of"]
 
 
 class Order(NamedTuple):
@@ -95,46 +94,43 @@ class InTurn(Expansion):
         self._orders = orders
         self.finite = bounded.finite
         self._sites = sites
-        stops = list(itertools.accumulate(order.num_elements for order in orders.values()))
-        self._places = {
-            name: slice(stop - orders[name].num_elements, stop) for name, stop in zip(orders, stops)
-        }
-        self.count = 1 + stops[-1]
+        self.count = 1  # at the first point all are zero
+        self._places = dict[str, slice]()
+        for name, order in orders.items():
+            self._places[name] = slice(self.count, self.count + order.num_elements)
+            self.count += order.num_elements
         self._observed = dict[str, Tensor]()
         for name in observed:
             value = sites[name]["value"]
-            dims = len(self.leading) + len(sites[name]["fn"].event_shape)
-            value = value.reshape((1,) * (1 + dims - value.dim()) + value.shape)
-            self._observed[name] = value.expand(self.count, *value.shape[1:])
+            idle = len(self.leading) + len(sites[name]["fn"].event_shape) - value.dim()
+            self._observed[name] = value.expand(self.count, *(1,) * idle, *value.shape)
 
     @property
     def points(self) -> dict[str, Any]:
         return super().points | self._observed
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
-        order = self._orders[name]
-        place = self._places[name]
-        event = prior.event_shape
-        n, batch_dim = order.num_elements, len(shape) - 1 - len(event)
-        unit = torch.eye(n, dtype=prior.mean.dtype, device=prior.mean.device).reshape(
-            n, *(1,) * batch_dim, n
-        )
-        unit = to_instances(unit, order.dims, order.sizes)
-        unit = unit.reshape(unit.shape[:-1] + event)
+        n, idle = self._orders[name].num_elements, len(shape) - 1 - len(prior.event_shape)
+        unit = torch.eye(n, dtype=prior.mean.dtype, device=prior.mean.device)
         value = unit.new_zeros(shape)
-        value[1 + place.start : 1 + place.stop] = unit
+        value[self._places[name]] = self._shown(name, unit.reshape(n, *(1,) * idle, n))
         return value
+
+    def _shown(self, name: str, elements: Tensor) -> Tensor:
+        """Returns numbers of a member's elements in sequence, ``(*batch, elements)``, in the shape of its values."""
+        each = to_instances(elements, self._orders[name].dims, self._orders[name].sizes)
+        return each.reshape(each.shape[:-1] + self.priors[name].event_shape)
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         self._zero: dict[str, Tensor] = {}
         self._added: dict[str, Tensor] = {}
         for name in (name for name in self.group.children if name in sites):
-            s, event_dim = _predictor(sites[name]), sites[name]["fn"].event_dim
+            s, event_dim = predictor_of(sites[name]), sites[name]["fn"].event_dim
             # a member that this call observes depends on no other
             if s.dim() <= len(self.leading) + event_dim:
                 continue
             s = s if self.differentiable else s.detach()
-            self._zero[name], self._added[name] = s[0], s[1:] - s[0]
+            self._zero[name], self._added[name] = s[0], s - s[0]
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         """Returns a member's distribution, without leading ones beyond ``dims``.
@@ -144,12 +140,10 @@ class InTurn(Expansion):
             values: of members that are drawn before it; and its own, where it has several elements, each of which is
                 given those before it.
         """
-        order, event = self._orders[name], self.priors[name].event_shape
         elements = self._elements(name, values)
         gains: Any = sum(term.gains(elements) for term in self.terms(name, values))
-        gains = to_instances(gains, order.dims, order.sizes)
-        gains = gains.reshape(gains.shape[:-1] + event)
-        return self._bounded.bernoulli(name, self._bounded.prior_logits[name] + gains, dims)
+        logits = self._bounded.prior_logits[name] + self._shown(name, gains)
+        return self._bounded.bernoulli(name, logits, dims)
 
     def prior(self, name: str, dims: int | None = None) -> Any:
         """Returns a member's distribution without what its children say, of batch shape ``(*batch, *plates)``."""
@@ -163,7 +157,7 @@ class InTurn(Expansion):
         """Returns how far off the predictors at the prior's means are, relative to the largest."""
         errors = []
         for child, zero in self._zero.items():
-            found, values = _predictor(self._sites[child]), self._bounded.values
+            found, values = predictor_of(self._sites[child]), self._bounded.values
             adds = sum(self._adds(name, child, values).sum(0) for name in self._orders)
             errors.append((zero + adds - found).abs().max() / found.abs().max())
         return float(torch.stack(errors).max())
@@ -197,7 +191,7 @@ class InTurn(Expansion):
     def _density(self, name: str, child: str, s: Tensor) -> Tensor:
         """Returns a child's log density at predictors ``(*, *batch, *event)``, summed within a member's plates."""
         site = self._sites[child]
-        log_prob = log_density_of(site, functools.partial(_bound_of(site).log_prob_at, s=s))
+        log_prob = log_density_of(site, functools.partial(bound_of(site).log_prob_at, s=s))
         log_prob = self.weighted(log_prob, self._sites, child)
         return within_plates(log_prob, site, self._sites[name])
 
@@ -243,11 +237,13 @@ class ConditionalsInTurn:
         return self._with_gains(params, advance, index + 1, after)
 
 
-def _bound_of(site: Mapping[str, Any]) -> Bound:
+def bound_of(site: Mapping[str, Any]) -> Bound:
+    """Returns the bound on the likelihood of a child that has one."""
     bound = bound_for(site["fn"])
     assert bound is not None
     return bound
 
 
-def _predictor(site: Mapping[str, Any]) -> Tensor:
-    return _bound_of(site).predictor(site["fn"])
+def predictor_of(site: Mapping[str, Any]) -> Tensor:
+    """Returns what a child's bound reads of the latents, ``(*batch, *event)``."""
+    return bound_of(site).predictor(site["fn"])

@@ -17,7 +17,14 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion, derivatives, trimmed
+from pyro_nami.deriving.expansion import (
+    ROUNDING,
+    TOLERANCE,
+    Expansion,
+    derivatives,
+    squeezed,
+    trimmed,
+)
 from pyro_nami.deriving.gaussian_levels import solved, times
 from pyro_nami.deriving.second_order import SecondOrder
 from pyro_nami.factors.boxed_normal import BoxedNormal
@@ -97,26 +104,27 @@ class JointGaussian(SecondOrder):
 
     def _eliminate(self) -> None:
         """Turns the rows of the levels into the posterior's."""
-        rounding = self._rounding()
-        for i, level in enumerate(self._levels):
-            self._levels[i], update = level.eliminated(rounding)
-            self._levels[i + 1 :] = [
-                later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]
+        rounding = ROUNDING * self._eps
+        for i, level in enumerate(self.levels):
+            self.levels[i], update = level.eliminated(rounding)
+            self.levels[i + 1 :] = [
+                later.updated(update, level, self.nesting) for later in self.levels[i + 1 :]
             ]
 
-    def _rounding(self) -> float:
-        """Returns the least pivot of a precision, relative to its diagonal, that rounding leaves a digit of."""
-        return ROUNDING * torch.finfo(next(iter(self.references.values())).dtype).eps
+    @property
+    def _eps(self) -> float:
+        """The rounding error of the members' values."""
+        return torch.finfo(next(iter(self.references.values())).dtype).eps
 
     def widths(self) -> dict[str, Tensor]:
         """Returns for members with flat priors the deviations that data leave each element, given all others."""
         found = {}
-        for names, level in zip(self.by_level, self._levels):
+        for level in self.levels:
             prior = level.prior[..., : level.size]
             # None until the level is eliminated, where there are flat priors
             whole = (level.precision if level.open is None else prior.square().sum(-2)).detach()
             wide = whole.clamp(min=torch.finfo(whole.dtype).tiny).rsqrt()
-            for name, each in self._by_name(names, wide).items():
+            for name, each in self._by_name(level, wide).items():
                 if name in self.flat:
                     found[name] = self._shaped(name, each).to(self.references[name])
         return found
@@ -144,10 +152,10 @@ class JointGaussian(SecondOrder):
     def undecided(self) -> list[str]:
         """Returns the members with flat priors of which data leave an element open, of one that is solved."""
         found = []
-        for names, level in zip(self.by_level, self._levels):
+        for level in self.levels:
             if level.open is not None:
-                each = self._by_name(names, level.open)
-                found += [name for name in names if bool(each[name].any())]
+                each = self._by_name(level, level.open)
+                found += [name for name in each if bool(each[name].any())]
         return found
 
     def _closer(self) -> Self | None:
@@ -155,11 +163,10 @@ class JointGaussian(SecondOrder):
         if self.runs > MOST_CLOSER or torch.jit.is_tracing():
             return None
         # Ten times as far, means are off by a hundredth of a deviation where covariates are collinear.
-        farthest = TOLERANCE / self._rounding()
+        farthest = TOLERANCE / (ROUNDING * self._eps)
         means = self.means()
-        for names, level in zip(self.by_level, self._levels):
+        for level, moved in zip(self.levels, self._steps_to(means)):
             roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
-            moved = torch.cat([self._moved(name, means[name].detach()) for name in names], -1)
             far = (moved * roots).abs()
             if bool(((far > farthest) & (far < torch.inf)).any()):
                 return self.moved_to(means)
@@ -167,19 +174,19 @@ class JointGaussian(SecondOrder):
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         size, event_shape = self.sizes[name], self.priors[name].event_shape
-        place = next(i for i, names in enumerate(self.by_level) if name in names)
-        level, names = self._levels[place], self.by_level[place]
+        place = next(i for i, level in enumerate(self.levels) if name in level.names)
+        level, *later = self.levels[place:]
         first = self._first[name] - level.start
         rows = level.prior[..., first : first + size, :]
         upper, error = rows[..., first : first + size], -rows[..., -1]
-        before = names[names.index(name) + 1 :]
-        if before:
-            offsets = self._offsets_at(before, values)
-            error = error - times(rows[..., first + size : level.size], offsets)
-        for later, others in zip(self._levels[place + 1 :], self.by_level[place + 1 :]):
-            begin = later.start - level.start
-            columns = rows[..., begin : begin + later.size]
-            error = error - times(columns, self._offsets_at(others, values))
+        beside = level.names[level.names.index(name) + 1 :]
+        begin = first + size
+        for before in (beside, *(other.names for other in later)):
+            if before:
+                offsets = self._offsets_at(before, values)
+                end = begin + offsets.shape[-1]
+                error = error - times(rows[..., begin:end], offsets)
+                begin = end
         reference = self._flat(name, self.references[name])
         like = reference.dtype
         loc = reference + solved(upper, error.unsqueeze(-1)).squeeze(-1).to(like)
@@ -191,19 +198,16 @@ class JointGaussian(SecondOrder):
             return normal.to_event(len(event_shape))
         held = self._held(name, self.shapes[name])
         plates = len(held) - len(event_shape)
-        loc, lower = loc.flip(-1), upper.flip(-1, -2).to(like)
-        lead = loc.shape[: loc.dim() - 1 - plates]
-        rows_lead = lower.shape[: lower.dim() - 2 - plates]
-        lead = trimmed(lead, None if dims is None else max(0, dims - plates))
-        held = held[max(0, plates - dims) :] if dims is not None and not lead else held
-        rows_lead = rows_lead[max(0, len(rows_lead) - len(lead)) :]
-        loc, lower = loc.reshape(lead + loc.shape[-1:]), lower.reshape(rows_lead + lower.shape[-2:])
+        lead = None if dims is None else max(0, dims - plates)
+        # plates that elements lie along have size 1 here
+        loc = squeezed(loc.flatten(-1 - plates).flip(-1), lead, 1)
+        lead = loc.dim() - 1
+        lower = squeezed(upper.flatten(-2 - plates, -2).flip(-1, -2).to(like), lead, 2)
+        if dims is not None and not lead:
+            held = held[max(0, plates - dims) :]
         if bounds is None:
             return JointNormal(loc, lower, held, len(event_shape))
-        low, high = (
-            each.reshape(trimmed(each.shape[: -1 - plates], len(lead)) + each.shape[-1:])
-            for each in bounds
-        )
+        low, high = (squeezed(each.flatten(-1 - plates), lead, 1) for each in bounds)
         return BoxedNormal(loc, lower, held, len(event_shape), None, low, high)
 
     def _bounds(self, name: str) -> tuple[Tensor, Tensor] | None:

@@ -11,11 +11,11 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_nami.deriving.collapsed import LatentVector
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.grid_search import Box, search
 from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, slope_of
@@ -34,8 +34,7 @@ class Marginal:
 
     Args:
         group: the members.
-        layouts: member -> its map between values and unconstrained space.
-        like: a tensor of the members' dtype and device.
+        coordinates: of the members.
         box: the box in unconstrained space at which the search begins, of batch shape ``(*batch)``.
         log_density: function from values of the members, ``(points, *batch, *event)`` each, to the log density of
             values and data in nats, ``(points, *batch)``.
@@ -50,23 +49,17 @@ class Marginal:
     def __init__(
         self,
         group: ConjugateGroup,
-        layouts: Mapping[str, Any],
-        like: Tensor,
+        coordinates: LatentVector,
         box: Box,
         log_density: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> None:
         self.group = group
-        self._layouts = [layouts[name] for name in group.members]
-        self._like = like
+        self._coordinates = coordinates
 
         def log_prob(places: Tensor) -> Tensor:
             """Returns the log density at places in unconstrained space ``(points, *batch, members)``."""
-            elements = places.split(1, -1)
-            at = [layout.value(x.to(like)) for layout, x in zip(self._layouts, elements)]
-            total = log_density(dict(zip(group.members, at)))
-            for layout, x, value in zip(self._layouts, elements, at):
-                log_abs_det = layout.log_abs_det(x, value.double())
-                total = total if log_abs_det is None else total + log_abs_det
+            values = coordinates.values(places)
+            total = log_density(values) + coordinates.log_abs_det(places, values)
             return total.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
 
         names = ", ".join(map(repr, group.members))
@@ -83,13 +76,14 @@ class Marginal:
         if index == 0:
             line = self._table if len(self.group.members) == 1 else self._table.logsumexp(1)
         else:
-            first = self._layouts[0].elements(values[self.group.members[0]]).squeeze(-1)
-            place = (first.detach().double() - center[..., 0]) / sides[..., 0, 0]
+            first = self.group.members[0]
+            number = self._coordinates.numbers(first, values[first]).squeeze(-1).detach()
+            place = (number - center[..., 0]) / sides[..., 0, 0]
             line = _row(self._table, place)
             middle = middle + sides[..., 1, 0] * place
         quantiles = LineDensity(line, slope_of(line)).quantiles()
-        fn = bent(quantiles, middle, half / HALF, self._like, 1, dims)
-        return SiteDistribution(fn, self._layouts[index])
+        fn = bent(quantiles, middle, half / HALF, self._coordinates.like, 1, dims)
+        return SiteDistribution(fn, self._coordinates.layouts[name])
 
     def draw(self, count: int, batch: torch.Size) -> tuple[dict[str, Tensor], Tensor]:
         """Returns draws of the members, ``(count, *batch, *event)``, and their log density, ``(count, *batch)``."""

@@ -15,23 +15,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.ascent import Slopes, root_of
+from pyro_nami.deriving.ascent import LONGEST, SHARES, Slopes, root_of
+from pyro_nami.deriving.expansion import MOST_RUNS
 from pyro_nami.deriving.gaussian_levels import times
 
 __all__ = ["nearest_normal", "normal_points", "quasi_normal"]
 
-MOST_STEPS = 60  # 10 to 20 are usual, 40 for 200 numbers
 ENOUGH = 1e-3  # nats that a step has to gain for another one to follow
 # nats that a further step may still promise at the end: of a density with kinks the average over points has kinks, too,
 # and no step rises from one
 NEAR = 0.1
-LONGEST = 3.0  # deviations that the center moves at most in a first step; each step that is taken whole doubles that
 CHANGE = 4.0  # factor by which a step widens or narrows the variance along an eigenvector at most
-SHARES = 1.0, 0.3, 0.1, 0.03  # of a step, tried until the ELBO rises
 LOWEST = (
     1e3  # nats below the highest point: the height of all points that are lower, or have no density
 )
-TAIL = 1e-9  # probability beyond the outermost draw, as rounding makes some 0 or 1
 
 
 def normal_points(count: int, numbers: int) -> Tensor:
@@ -52,7 +49,8 @@ def quasi_normal(count: int, numbers: int) -> Tensor:
     """Returns standard Normal variables ``(count, numbers)`` from a scrambled Sobol sequence, always the same."""
     engine = torch.quasirandom.SobolEngine(numbers, scramble=True, seed=0)
     uniform = engine.draw(count, dtype=torch.float64)
-    return torch.special.ndtri(uniform.clamp(TAIL, 1 - TAIL))
+    eps = torch.finfo(uniform.dtype).eps  # as rounding makes some 0 or 1
+    return torch.special.ndtri(uniform.clamp(eps, 1 - eps))
 
 
 def nearest_normal(
@@ -76,7 +74,7 @@ def nearest_normal(
     points = points.to(center).reshape(len(points), *(1,) * (center.dim() - 1), -1)
     elbo, mean, curvature = _averages(slopes, center, root, points)
     rise, longest = torch.inf, LONGEST
-    for _ in range(MOST_STEPS):
+    for _ in range(MOST_RUNS):
         values, vectors = torch.linalg.eigh(curvature)
         values = values.clamp(1 / CHANGE, CHANGE)
         along = times(vectors.mT, mean)
@@ -94,7 +92,9 @@ def nearest_normal(
         else:
             break
         rise = float((found[0] - elbo).max())
-        longest = 2 * longest if share == 1.0 else LONGEST
+        longest = (
+            2 * longest if share == 1.0 else LONGEST
+        )  # longer after steps that are taken whole
         (center, root), (elbo, mean, curvature) = trial, found
     return center, root, bool((gain < NEAR).all())
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pyro_nami.deriving.expansion import (
     MAX_ERROR,
@@ -40,8 +39,6 @@ __all__ = ["LOST", "Newton", "has_one_mode", "is_concave"]
 
 # Nats that a step would still gain, or that rounding takes, where no mode is found. Ten times less is met near modes.
 LOST = 1e4
-# Squared deviations of priors, for each of the Normals: concave densities leave 1, rounding this.
-WIDER = 1.05
 
 
 class LineStep(NamedTuple):
@@ -101,11 +98,8 @@ class Newton(JointGaussian):
         if self._is_last:
             self.expand(sites, self._children_slopes(sites))
             return None
-        frames = (
-            sites[self._order[0]]["cond_indep_stack"]
-            if all(map(self._is_lifted, self._order))
-            else ()
-        )
+        lifted = all(map(self._is_lifted, self._order))
+        frames = sites[self._order[0]]["cond_indep_stack"] if lifted else ()
         # of instances by themselves
         self._apart = {frame.name: frame.dim for frame in frames if frame.vectorized}
         differentiable, self.differentiable = self.differentiable, False
@@ -136,7 +130,6 @@ class Newton(JointGaussian):
         if self.group.is_tabulated:
             return Tabulated(*self._args[:3], differentiable, near=self)
         if not differentiable:
-            self._levels = [level.detached() for level in self._levels]
             return None
         self.differentiable = True
         self.expand(sites, children)
@@ -147,14 +140,13 @@ class Newton(JointGaussian):
 
     def _is_differentiable(self) -> bool:
         """Whether there are gradients to anything but the members: to what was drawn before, or the model's weights."""
-        own = set(map(id, self.values.values()))
-        return any(id(leaf) not in own for leaf in parameters_of(*self._densities.values()))
+        return bool(parameters_of(*self._densities.values(), but=self.values.values()))
 
     def _enough(self) -> float:
         """Returns the nats that the last step may still gain: fewer for Normals, as gradients show them."""
         if self.group.is_tabulated:
             return MAX_ERROR
-        return MAX_ERROR * torch.finfo(next(iter(self.references.values())).dtype).eps ** 0.5
+        return MAX_ERROR * self._eps**0.5
 
     @property
     def has_moved(self) -> bool:
@@ -234,7 +226,7 @@ class Newton(JointGaussian):
         """Returns the joint log density in nats, and how far rounding may take it, of each set; of all of them where a
         child is in other plates.
         """
-        names = [name for name in (*self.group.members, *self.group.children) if name in sites]
+        names = [name for name in self.until if name in sites]
         within = [{frame.name for frame in sites[name]["cond_indep_stack"]} for name in names]
         apart = [
             dim for plate, dim in self._apart.items() if all(plate in frames for frames in within)
@@ -242,14 +234,10 @@ class Newton(JointGaussian):
         parts = [self._summed(self.density(sites, name).detach().double(), apart) for name in names]
         if any(part.dim() > len(self.leading) for part in parts):  # the model mixes up its dims
             return (torch.zeros_like(parts[0].sum()),) * 2
-        total = torch.stack(torch.broadcast_tensors(*parts)).sum(0)
-        variances = [
-            self._summed(each.square(), apart)
-            for each in self.rounding(sites)
-            if each.dim() <= len(self.leading)
-        ]
-        variance = torch.stack(torch.broadcast_tensors(torch.zeros_like(total), *variances)).sum(0)
-        return total, self._rounding() * total.abs() + variance.sqrt()
+        total: Any = sum(parts)
+        variances = (self._summed(each.square(), apart) for each in self.rounding(sites))
+        deviation = sum(variances, torch.zeros_like(total)).sqrt()
+        return total, ROUNDING * self._eps * total.abs() + deviation
 
     def _summed(self, parts: Tensor, apart: Collection[int]) -> Tensor:
         """Returns sums over plates of numbers ``(*batch, *plates)``, but for some dims."""
@@ -286,7 +274,8 @@ class Newton(JointGaussian):
         """Whether Normals are wider than priors, on a line of a squared length; concave densities only narrow them."""
         names = [name for name in self._order if name not in self.flat]
         moves = [self._noise(name, far) - self._noise(name, self) for name in names]
-        return not sum(float(move.square().sum()) for move in moves) <= WIDER * length
+        # within what is taken for exact, as rounding leaves some
+        return not sum(float(move.square().sum()) for move in moves) <= (1 + MAX_ERROR) * length
 
     def across(self, place: float) -> Newton:
         """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""
@@ -307,11 +296,7 @@ class Newton(JointGaussian):
         """Returns where a deviation of the priors leads, by member; of flat ones, a few of those that data leave."""
         found, wide = {}, self.widths()
         for i, (name, mean) in enumerate(self.means().items()):
-            spread = (
-                wide[name]
-                if name in wide
-                else self.priors[name].stddev.detach().nan_to_num(posinf=0.0)
-            )
+            spread = wide[name] if name in wide else self.steps[name].nan_to_num(posinf=0.0)
             found[name] = spread.expand(mean.shape) * irregular(mean.shape, mean, i)
         return found
 
@@ -321,13 +306,12 @@ class Newton(JointGaussian):
 
     def rounding(self, sites: Mapping[str, Any]) -> list[Tensor]:
         """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
-        found, names = [], [name for name in self.group.children if name in sites]
-        for name in names:
+        found = []
+        for name in filter(sites.__contains__, self.group.children):
             density = self.density(sites, name).detach()
-            value = without_gaps(sites[name]).detach().abs()
-            value, events = value.double().nan_to_num(), len(sites[name]["fn"].event_shape)
-            # a factor's has no elements
-            value = pad(value.flatten(-events), (0, 1)).amax(-1) if events else value
+            value = without_gaps(sites[name]).detach().double().nan_to_num().abs()
+            events = len(sites[name]["fn"].event_shape)
+            value = value.flatten(-events).norm(dim=-1) if events else value
             terms = 10 + value * value.log1p() + 0.1 * density.abs().double().nan_to_num()
             found.append(ROUNDING * torch.finfo(density.dtype).eps * terms)
         return found

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion, agree
+from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion
 from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, grid_like, slope_of
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import own_mask
@@ -57,17 +57,12 @@ class Tabulated(Expansion):
         """The index of the middle point of a side."""
         return self._size // 2
 
-    @property
-    def _third(self) -> int:
-        """The index of a point off the middle, at which a run of the model for it alone is compared."""
-        return int(self.count or 0) // 3
-
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         place = self.places[name]
         return place.reshape(place.shape + (1,) * len(prior.event_shape)).expand(shape)
 
     def solve(self, sites: Mapping[str, Any]) -> None:
-        slopes = self.joint_slopes(sites, again=self.differentiable)
+        slopes = self.take(sites, again=self.differentiable, parts=self.until)
         with torch.set_grad_enabled(self.differentiable):
             slope, inner = self._lines(slopes)
             if inner is not None:
@@ -79,8 +74,8 @@ class Tabulated(Expansion):
             at, rise = self._quantiles
             rises = torch.cat([at.diff(dim=0), self._scale * rise]).to(self._center)
             good = ((rises > 0) & rises.isfinite()).all(0)
-            self.finite = {self.group.members[0]: good}
-            mask = own_mask(sites[self.group.members[0]])  # where a draw counts
+            self.finite = {self.first: good}
+            mask = own_mask(sites[self.first])  # where a draw counts
             known = good if mask is None else good & mask
             if not bool(known.all()):
                 slope = torch.where(known, slope, -grid_like(self._size, slope[0]))
@@ -111,40 +106,24 @@ class Tabulated(Expansion):
         fn = bent(self._quantiles, like, self._scale, like, event_dim, dims, bounds)
         return fn.to_event(event_dim)
 
-    def third(self) -> dict[str, Tensor]:
-        """Returns the members' values at one point off the middle."""
-        events = {name: (1,) * len(prior.event_shape) for name, prior in self.priors.items()}
-        return {
-            name: place[self._third].reshape(place.shape[1:] + events[name])
-            for name, place in self.places.items()
-        }
-
-    def flaw(self, sites: Mapping[str, Any], alone: Mapping[str, Tensor], rounding: float) -> str:
-        """Returns why the slopes are not to be trusted; "" if a run at one point, and the log density itself, agree.
+    def flaw(self, sites: Mapping[str, Any], rounding: float) -> str:
+        """Returns why the slopes are not to be trusted; "" if the log density itself agrees.
 
         Args:
             sites: the sites of the run at all points.
-            alone: slopes from a run at the values of `third` alone.
             rounding: bound on the rounding error of all log densities together, in nats.
         """
-        slopes = self.joint_slopes(sites)
-        for name, slope in alone.items():
-            found = slopes[name][self._third].reshape(slope.shape)
-            if not agree(found, slope, [torch.zeros_like(slope)], torch.float32):
-                return "a run at many points has other slopes than a run at one of them"
-        each = [
-            self.density(sites, name).detach().double()
-            for name in (*self.group.members, *self.group.children)
-        ]
+        slopes = self.take(sites, parts=self.until)
+        each = [self.density(sites, name).detach().double() for name in self.until]
         if any(part.dim() <= len(self.leading) for part in each):
             return "a child has no dim of the points"
-        totals = torch.stack([part.flatten(1).sum(-1) for part in each]).sum(0)
+        totals: Any = sum(part.flatten(1).sum(-1) for part in each)
         along, inner = self._lines(slopes)
         lines = [(totals, along)]
         if inner is not None:
             totals = totals.unflatten(0, (self._size, -1))
             lines = [(totals[:, self._middle], along), (totals[self._middle], inner[self._middle])]
-        size = torch.stack([part.abs().flatten(1).sum(-1).mean() for part in each]).sum()
+        size: Any = sum(part.abs().flatten(1).sum(-1).mean() for part in each)
         rounding += ROUNDING * torch.finfo(self._center.dtype).eps * float(size)
         for total, line in lines:
             log_density = LineDensity.of_slope(line.flatten(1)).log_density

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,8 +47,8 @@ MOST_WORK = 4e5
 PROBED_DRAWS = 2
 # Times: by how much a curvature may differ within a deviation, as it does where a density never falls again.
 LOOSENED = 30.0
-# Deviations that data leave, up to which flat priors are looked at; bends further out have no effect on draws.
-FAR_OUT = 1e5
+# Deviations that data leave, up to which flat priors are looked at; further out rounding hides one of them.
+FAR_OUT = 1 / (ROUNDING * torch.finfo(torch.float32).eps)
 _AT_ONCE = "the model cannot be run at the points that this takes"
 _FLAT = "the log density of a child does not move with it, or is curved the wrong way"
 _NOT_FINITE = "its log density, or a derivative of it, is not finite"
@@ -101,7 +102,7 @@ class Refutation:
 
     def _tested(self, group: ConjugateGroup) -> ConjugateGroup | None:
         """Returns the group if its form holds at all draws."""
-        key = group.form, frozenset(zip(group.members, group.depths or (0,)))
+        key = group.form, frozenset(itertools.zip_longest(group.members, group.depths))
         if key not in self.tested:
             reason = self.tested[key] = self._reason(group)
             if not group.has_mode or reason.endswith(_TOO_MANY):
@@ -140,12 +141,11 @@ class Refutation:
 
     def parameters(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the model's parameters that a group's density moves with."""
-        probe = expansion_of(group)(group, (1,) * self.nesting, self.nesting, False)
+        probe = self._about(group)()
         sites = probe.sites(self.run, drawn)
         with derivatives():
-            densities = [probe.density(sites, name) for name in (*group.children, *group.members)]
-        own = {id(leaf) for leaf in probe.values.values()}
-        return [leaf for leaf in parameters_of(*densities) if id(leaf) not in own]
+            densities = [probe.density(sites, name) for name in probe.until]
+        return parameters_of(*densities, but=probe.values.values())
 
     def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
         """Returns the flaw that the model has with other parameters, which may be zero as yet and will be learned."""
@@ -194,10 +194,10 @@ class Refutation:
 
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
-        kind: Any = expansion_of(group)
-        at = functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
-        distances = kind.probed_at[:1] if only else kind.probed_at
-        if kind is JointGaussian and group.flat:
+        at = self._about(group)
+        distances = expansion_of(group).probed_at
+        distances = distances[:1] if only else distances
+        if group.form == "Gaussian" and group.flat:
             here, others, reason = self._about_flat(group, run, distances, is_data=not own)
             if reason == _NOT_FINITE:
                 return _NOT_FINITE
@@ -215,7 +215,7 @@ class Refutation:
         reason = reason or flaw
         for other in others.values():
             other.measure(run(other))
-            if not other.measured.totals.isfinite().all():
+            if not other.total.isfinite():
                 return _NOT_FINITE
         return self._unexplained(group, here, others) or reason
 
@@ -240,14 +240,10 @@ class Refutation:
                 return (
                     f"{_AT_ONCE}: {what}" if at_once else f"{what}: its slopes are others {place}"
                 )
-        for place, other in others.items():
             gain, size = here.gain(first, other)
-            off = (other.measured.totals.sum() - first.measured.totals.sum() - gain).abs()
+            off = (other.total - first.total - gain).abs()
             rounded = here.noise * (1 + size.sqrt())
-            if (
-                not off
-                <= TOLERANCE**2 * first.measured.totals.sum().abs() + TOLERANCE * size + rounded
-            ):
+            if not off <= TOLERANCE**2 * first.total.abs() + TOLERANCE * size + rounded:
                 return f"{what}: it is off by {off:.2g} nats {place}"
         return ""
 
@@ -262,8 +258,8 @@ class Refutation:
             group, run, distances: as elsewhere.
             is_data: whether these are the data that the guide is made for, so that its bounds are to hold the result.
         """
-        at = functools.partial(JointGaussian, group, (1,) * self.nesting, self.nesting, False)
-        here = at(at=self.starts(group))
+        at = self._about(group)
+        here = at(at=self._starts(group))
         here, sites = solved(here, run(here), run)
         if not here.is_finite():
             return here, {}, _NOT_FINITE
@@ -294,7 +290,12 @@ class Refutation:
             line[f"{far:g} deviations away"] = moved(far, math.copysign(3.0, far))
         return here, line, reason
 
-    def starts(self, group: ConjugateGroup) -> dict[str, Tensor]:
+    def _about(self, group: ConjugateGroup) -> functools.partial[Any]:
+        """Returns what makes the expansion of a group's density about a point."""
+        kind = expansion_of(group)
+        return functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
+
+    def _starts(self, group: ConjugateGroup) -> dict[str, Tensor]:
         """Returns where the search for what data say of flat priors begins, by member."""
         return {name: self.draws[0][name] for name in group.flat if name in self.draws[0]}
 
@@ -317,9 +318,8 @@ class Refutation:
 
     def _flaw_about_mode(self, group: ConjugateGroup, run: Run) -> str:
         """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
-        of = group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False
-        kind = functools.partial(Newton, *of, at=self.starts(group))
-        near = kind()
+        at = functools.partial(self._about(group._replace(form="Newton")), at=self._starts(group))
+        near = at()
         sites = run(near)
         rows = max(
             sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites
@@ -330,7 +330,7 @@ class Refutation:
             return f"{count} derivatives for each of {rows:,} rows of data, or {own:,} elements {_TOO_MANY}"
         if len(group.members) > 1:  # which takes less than a search
             near.fit(sites)
-            run(far := kind(away=1.0))
+            run(far := at(away=1.0))
             if not near.explains_priors(far):
                 return _NOT_LINEAR
         near, sites = solved(near, sites, run)
@@ -364,9 +364,7 @@ class Refutation:
         grid.solve(sites := run(grid))
         if wide := self._wide(sites, group):
             return wide
-        one = near.moved_to(grid.third())
-        alone = one.joint_slopes(run(one))
-        return grid.flaw(sites, alone, rounding) if grid.is_finite() else _NOT_FINITE
+        return grid.flaw(sites, rounding) if grid.is_finite() else _NOT_FINITE
 
     def _flaw_of_normals(self, group: ConjugateGroup, near: Newton, run: Run) -> str:
         """Returns what speaks against Normals about a mode; empty if nothing does."""
@@ -400,10 +398,9 @@ class Refutation:
 
     def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
         """Returns the flaw that a node has the dim of the points by their shape, and does not depend on them."""
-        for name, site in sites.items():
-            own = name in group.members or name in group.children
-            dims = 0 if own or not is_node(site) else len(getattr(site["fn"], "batch_shape", ()))
-            if dims > self.nesting:
+        for name in sites.keys() - {*group.members, *group.children}:
+            site = sites[name]
+            if is_node(site) and len(getattr(site["fn"], "batch_shape", ())) > self.nesting:
                 return f"{_AT_ONCE}: '{name}', which is no part of it, takes their dim"
         return ""
 

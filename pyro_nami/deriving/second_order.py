@@ -15,15 +15,18 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
+    ROUNDING,
     Changed,
     Expansion,
     agree,
     broadcast,
     derivatives,
     irregular,
+    plate_dims,
 )
 from pyro_nami.deriving.gaussian_levels import (
     Level,
@@ -64,17 +67,17 @@ class SecondOrder(Expansion):
         self.sizes = dict(zip(group.members, group.elements)) if sizes is None else sizes
         self._depth = dict(zip(group.members, group.depths))
         # in order of elimination, of each level the last drawn first
-        backwards = list(reversed(group.members))
+        backwards = reversed(group.members)
         order = sorted(backwards, key=self._depth.__getitem__)
         starts = itertools.accumulate((self.sizes[name] for name in order), initial=0)
         self._first = dict(zip(order, starts))
-        # names of the members of each level
-        self.by_level = [list(names) for _, names in itertools.groupby(order, self._depth.get)]
         self.references: dict[str, Tensor] = {}  # values that offsets are from
+        # deviations of priors; of flat ones the length of an offset
+        self.steps: dict[str, Tensor] = {}
         self.flat: dict[str, Flat] = {}  # of members with flat priors
         # of prior locations, in the slopes: all are zero
         self._weights: dict[str, Tensor] = {}
-        self._levels: list[Level] = []
+        self.levels: list[Level] = []  # in order of elimination
         # children with precisions of 1, and members with prior scales of 1, in place of their own
         self.units: frozenset[str] = frozenset()
 
@@ -85,6 +88,7 @@ class SecondOrder(Expansion):
             loc, step = flat.center(torch.Size(prior.batch_shape) + prior.event_shape), flat.step()
         else:
             loc, step = prior.mean.detach(), prior.stddev.detach()
+        self.steps[name] = step
         reference = self.references[name] = self.reference(name, loc, step)
         if self.away is not None:
             # a flat prior may not say on which device it is
@@ -127,40 +131,35 @@ class SecondOrder(Expansion):
                 options["more"] = [(loc * self._weights[name]).sum() for name, loc in locs.items()]
         return super().take(sites, again=again, **options)
 
-    def levels_of(self, sites: Mapping[str, Any], child: str) -> list[Level]:
-        """Returns the levels with what one child says."""
-        self._read(sites, self.take(sites, again=True, parts=[child]))
-        return self._levels
-
     def _read(self, sites: Mapping[str, Any], slopes: Mapping[str, Tensor]) -> None:
         """Takes H, g and the rows of the priors from a run, given slopes that can be differentiated again."""
-        inputs: dict[Any, Tensor] = {
-            **self.values,
-            **{("weight", name): w for name, w in self._weights.items()},
-        }
         units = {name: self._unit_offsets(name) for name in self.values}
-        found = along_units(slopes, units, list(inputs.values()), self.differentiable)
-        bends: dict[Any, Tensor] = dict(zip(inputs, found))
-        self._levels = []
-        for names in self.by_level:
-            begin, size = self._first[names[0]], sum(self.sizes[name] for name in names)
-            frames = sites[names[0]]["cond_indep_stack"] if self._is_lifted(names[0]) else ()
-            dims = frozenset(frame.dim for frame in frames if frame.vectorized)
+        inputs = [*self.values.values(), *self._weights.values()]
+        found = along_units(slopes, units, inputs, self.differentiable)
+        bends = dict(zip(self.values, found))
+        moves = dict(zip(self._weights, found[len(bends) :]))
+        levels = []
+        for _, each in itertools.groupby(self._first, self._depth.get):
+            names = list(each)
+            begin = self._first[names[0]]
+            dims = plate_dims(sites[names[0]]) if self._is_lifted(names[0]) else frozenset()
             rows = [-self._columns(name, bends[name][begin:], slopes[name]) for name in names]
-            priors = [self._prior_rows(name, bends.get(("weight", name)), begin) for name in names]
+            priors = [self._prior_rows(name, moves.get(name), begin) for name in names]
             proper = [
                 rows[0].new_full((self.sizes[name],), float(name not in self.flat))
                 for name in names
             ]
-            own, prior = torch.cat(rows, -2), torch.cat(priors, -2)
-            self._levels.append(Level(begin, size, dims, own, prior, torch.cat(proper)))
-        self._levels, finite = without_gaps(self._levels)
-        for names, each in zip(self.by_level, finite):
-            self.finite.update(self._by_name(names, each))
+            own, prior, told = torch.cat(rows, -2), torch.cat(priors, -2), torch.cat(proper)
+            levels.append(Level(names, begin, len(told), dims, own, prior, told))
+        self.levels, finite = without_gaps(levels)
+        if not self.differentiable:
+            self.levels = [level.detached() for level in self.levels]
+        for level, is_finite in zip(levels, finite):
+            self.finite.update(self._by_name(level, is_finite))
 
-    def _by_name(self, names: Sequence[str], values: Tensor) -> dict[str, Tensor]:
+    def _by_name(self, level: Level, values: Tensor) -> dict[str, Tensor]:
         """Returns values of a level's elements, which lie along the last dim, by member."""
-        return dict(zip(names, values.split([self.sizes[name] for name in names], -1)))
+        return dict(zip(level.names, values.split([self.sizes[name] for name in level.names], -1)))
 
     def _unit_offsets(self, name: str) -> Tensor:
         """Returns unit offsets of all elements, as offsets of a member: ``(offsets, *value)``."""
@@ -176,42 +175,42 @@ class SecondOrder(Expansion):
         idle = (1,) * (len(self.shapes[name]) + 1 - changes.dim())
         changes = changes.reshape(changes.shape[:1] + idle + changes.shape[1:])
         columns = torch.cat([self._flat(name, changes), self._flat(name, start).unsqueeze(0)])
-        columns = columns if self.differentiable else columns.detach()
         return columns.double().movedim(0, -1)
 
     def _prior_rows(self, name: str, moves: Tensor | None, begin: int) -> Tensor:
         """Returns S^-1 (x_k - B x - d), which has the prior N(0, I): ``(*batch, *plates, E, columns)``."""
-        base, shape = self._base(name), self.shapes[name]
-        loc = base.loc - self.references[name]
+        loc = self._base(name).loc - self.references[name]
         own, after = self._first[name], self._first[name] + self.sizes[name]
         if moves is None:
             moves = loc.new_zeros((self.num_offsets, *loc.shape))
         mean = self._columns(name, moves[after:], loc)  # a prior is to move with those behind alone
+        whitening = self._whitening(name)
+        return pad(torch.cat([whitening, -(whitening @ mean)], -1), (own - begin, 0))
+
+    def _whitening(self, name: str) -> Tensor:
+        """Returns S^-1, ``(*batch, *plates, E, E)``."""
+        base, shape = self._base(name), self.shapes[name]
         if isinstance(base, dist.Normal):
             scale = self._flat(name, base.scale.expand(shape)).double()
-            inverse = torch.diag_embed(scale.reciprocal())
-        else:
-            nesting = None if self._is_lifted(name) else self.nesting
-            inverse = inverse_root(base.scale_tril.double(), shape, nesting)
-        inverse = inverse if self.differentiable else inverse.detach()
-        before = inverse.new_zeros(inverse.shape[:-1] + (own - begin,))
-        return torch.cat([before, inverse, -(inverse @ mean)], -1)
+            return torch.diag_embed(scale.reciprocal())
+        nesting = None if self._is_lifted(name) else self.nesting
+        return inverse_root(base.scale_tril.double(), shape, nesting)
 
     def _base(self, name: str) -> Any:
         """Returns a member's Normal or multivariate Normal prior; of a flat one where offsets begin, and their unit."""
+        base: Any = innermost(self.priors[name])
         if name in self.flat:
             loc = self.references[name].detach()
-        else:
-            base: Any = innermost(self.priors[name])
-            if name not in self.units:
-                return base
+        elif name in self.units:
             loc = base.loc
+        else:
+            return base
         return dist.Normal(loc, torch.ones_like(loc), validate_args=False)
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         if name in self.units:
             unit = dist.Normal(sites[name]["fn"].loc, 1.0, validate_args=False)
-            scale = sites[self.group.members[0]]["scale"]
+            scale = sites[self.first]["scale"]
             sites = {**sites, name: {**sites[name], "fn": unit, "scale": scale}}
         return super().density(sites, name)
 
@@ -221,18 +220,19 @@ class SecondOrder(Expansion):
 
     # ---- probing
 
-    def fit(self, sites: Mapping[str, Any]) -> None:
+    def fit(self, sites: Mapping[str, Any], parts: Sequence[str] = ()) -> None:
+        """Finds the rows, as `Expansion.fit` does; of some children, by default of all."""
         with derivatives():
-            self._read(sites, self.take(sites, again=True))
+            self._read(sites, self.take(sites, again=True, parts=parts))
 
     def is_finite(self) -> bool:
         return super().is_finite() and all(
-            bool(level.prior.isfinite().all()) for level in self._levels
+            bool(level.prior.isfinite().all()) for level in self.levels
         )
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child's log density moves at all, and that of no element is curved the wrong way."""
-        for level in self._levels:
+        for level in self.levels:
             precision = level.precision
             # What is flat may be told by members that it moves alone.
             if not torch.where(level.proper > 0, precision > 0, precision >= 0).all():
@@ -241,54 +241,50 @@ class SecondOrder(Expansion):
 
     def _curves(self, sites: Mapping[str, Any], child: str) -> bool:
         """Whether a child's log density has a curvature along some direction."""
-        leaves = list(self.values.values())
-        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        slopes = self.take(sites, again=True, parts=[child]).values()
+        moving = [slope for slope in slopes if slope.requires_grad]
+        if not moving:
+            return False
+        along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
         with derivatives():
-            density = self.density(sites, child).sum()
-            slopes = (
-                torch.autograd.grad(density, leaves, create_graph=True, **options)
-                if density.requires_grad
-                else ()
+            bends = torch.autograd.grad(
+                moving, list(self.values.values()), along, retain_graph=True, materialize_grads=True
             )
-            moving = [slope for slope in slopes if slope is not None and slope.requires_grad]
-            along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
-            bends = torch.autograd.grad(moving, leaves, along, **options) if moving else ()
-        return any(bend is not None and bool((bend != 0).any()) for bend in bends)
+        return any(bool((bend != 0).any()) for bend in bends)
 
     def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         steps, found = self._steps_to(values), []
-        for i, level in enumerate(self._levels):
+        for i, level in enumerate(self.levels):
             own, *others = self._terms(i, steps)
             found.append(-steps[i] * (own / 2 + sum(others) + level.rows[..., -1]))
         return found
 
     def explains(self, far: SecondOrder) -> bool:
         steps = self._steps_to(far.values)
-        for i, (names, level) in enumerate(zip(self.by_level, self._levels)):
+        for i, level in enumerate(self.levels):
             found = torch.cat(
-                [self._flat(name, far.measured.slopes[name]).double() for name in names], -1
+                [self._flat(name, far.slopes[name]).double() for name in level.names], -1
             )
             terms = self._terms(i, steps)
-            terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps[:i])]
-            off = (found + level.rows[..., -1] + sum(terms)).abs()
+            terms += [other.summed(level, step) for other, step in zip(self.levels[:i], steps)]
+            terms, start = [-term for term in terms], -level.rows[..., -1]
+            off = (found - start - sum(terms)).abs()
             # Where data are precise, what is small beside their pull may be large beside what they leave open.
             width = level.precision.clamp(min=0).sqrt()
             rounded = bool((off <= self.noise * width).all())
-            if not rounded and not agree(
-                found, -level.rows[..., -1], [-term for term in terms], torch.float32
-            ):
+            if not rounded and not agree(found, start, terms, torch.float32):
                 return False
-            eps = torch.finfo(far.values[names[0]].dtype).eps
+            eps = torch.finfo(far.values[level.names[0]].dtype).eps
             least = (0.05 * max(1.0, abs(far.away or 0.0)) + self.noise) * width
-            if not (off <= least + 100 * eps * sum(term.abs() for term in terms)).all():
+            if not (off <= least + ROUNDING * eps * sum(term.abs() for term in terms)).all():
                 return False
         return self.explains_priors(far)
 
     def explains_priors(self, far: SecondOrder) -> bool:
         """Whether the priors' noise at another point is what their rows say of the offsets."""
         steps = self._steps_to(far.values)
-        for i, (names, level) in enumerate(zip(self.by_level, self._levels)):
-            noise = torch.cat([self._noise(name, far) for name in names], -1)
+        for i, level in enumerate(self.levels):
+            noise = torch.cat([self._noise(name, far) for name in level.names], -1)
             terms = self._terms(i, steps, prior=True)
             if not agree(noise, level.prior[..., -1], terms, torch.float32):
                 return False
@@ -296,28 +292,21 @@ class SecondOrder(Expansion):
 
     def _terms(self, i: int, steps: Sequence[Tensor], prior: bool = False) -> list[Tensor]:
         """Returns what steps of a level and those behind it add to its rows."""
-        columns = [self._levels[i].columns(other, prior) for other in self._levels[i:]]
+        columns = [self.levels[i].columns(other, prior) for other in self.levels[i:]]
         return [times(each, step) for each, step in zip(columns, steps[i:])]
 
     def _steps_to(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the offsets of values, by level."""
         return [
-            torch.cat([self._moved(name, values[name].detach()) for name in each], -1)
-            for each in self.by_level
+            torch.cat([self._moved(name, values[name].detach()) for name in level.names], -1)
+            for level in self.levels
         ]
 
     def _noise(self, name: str, far: SecondOrder) -> Tensor:
         """Returns S^-1 (z - loc) of a member at another point, by its prior there; flat ones are all the same."""
-        prior = (self if name in self.flat else far)._base(name)
-        error = far.values[name].detach() - prior.loc.detach()
-        if isinstance(prior, dist.Normal):
-            error = error / prior.scale.detach()
-        else:
-            root = prior.scale_tril.detach()
-            error = torch.linalg.solve_triangular(root, error.unsqueeze(-1), upper=False).squeeze(
-                -1
-            )
-        return self._flat(name, error).double()
+        prior = self if name in self.flat else far
+        error = far.values[name].detach() - prior._base(name).loc.detach()
+        return times(prior._whitening(name).detach(), self._flat(name, error).double())
 
     # ---- shapes
 

@@ -123,9 +123,8 @@ def _keep(
     arguments = next((each.arguments for each in others if each.holds(call)), None)
     arguments = arguments or Arguments(call.sources, kept=True)
     if expansion.differentiable:
-        own = set(map(id, expansion.values.values()))
         densities = (expansion.density(sites, name) for name in expansion.until if name in sites)
-        if any(id(leaf) not in own for leaf in parameters_of(*densities)):
+        if parameters_of(*densities, but=expansion.values.values()):
             constants[key] = _OfData(arguments, around)
             return
         with torch.no_grad():

@@ -219,7 +219,7 @@ def _checked(group: ConjugateGroup, joint: _Joint) -> tuple[str, dict[str, str]]
             densities = [
                 log_density_of(sites[name]) for name in (*plan.order, *plan.read) if name in sites
             ]
-        if next(parameters_of(*densities), None) is not None:
+        if parameters_of(*densities):
             return "the model has parameters, which are still to be learned", {}
         with _hidden():
             found = joint.found(group)
@@ -344,7 +344,8 @@ class _Joint(NamedTuple):
                 middle.append(center.expand(self.leading))
                 half.append(reach.expand(self.leading))
             box = Box.upright(middle, half)
-            return Marginal(group, layouts, like, box, self.log_density)
+            no_plates = dict.fromkeys(layouts, torch.Size())
+            return Marginal(group, LatentVector(layouts, no_plates, like), box, self.log_density)
 
     def _collapsed(
         self,
