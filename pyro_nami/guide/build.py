@@ -101,23 +101,23 @@ def _found(first: FirstCall) -> Assembled:
     search = search_forms(first, cut)
     while True:
         plan, network = _planned(first, find_order(first, search, flaws))
-        call, current = _first_pass(first, plan, network)
-        more, found = check_first(plan, call, current)
+        current = _first_pass(first, plan, network)
+        more, found = check_first(current)
         if not (more or found):
-            return Assembled(plan, network, call.derived.tables)
+            return Assembled(plan, network, current.call.derived.tables)
         flaws.update(more)
         if found:
             cut.update(found)
             search = search_forms(first, cut)
 
 
-def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> tuple[Call, Pass]:
-    """Returns a call with the first call's data, and a pass of which nothing is known yet."""
+def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> Pass:
+    """Returns a pass over the latents of a call with the first call's data, of which nothing is known yet."""
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in plan.read}
     call = Call(first.program, values=values, held=held)
-    return call, start_pass(plan, NetworkState(network, call.maps), call)
+    return start_pass(plan, NetworkState(network, call.maps), call)
 
 
 def _planned(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork]:

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.mode import Data
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import Prior
+from pyro_nami.messages import quoted
 from pyro_nami.parameters.inputs import IndexMaps
 from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng
@@ -24,6 +26,7 @@ from pyro_nami.program.surroundings import Surroundings
 __all__ = [
     "Call",
     "Derived",
+    "Kept",
     "Reading",
     "TrainedAnswer",
     "reference_values",
@@ -51,12 +54,38 @@ class TrainedAnswer(NamedTuple):
     notice: str
 
 
+class Kept(NamedTuple):
+    """What the conditionals of a group were found to be, kept for other calls with the same data.
+
+    Attributes:
+        arguments: all that they were found from.
+        conditionals: None if they depend on the model's parameters.
+        sites: of the members, at a run in the surroundings.
+        surroundings: what the model read there besides its arguments; None if that is not known.
+        near: the Normal about a mode that they were found from, if they were.
+        values, height: of a group that comes first, two draws of all latents, and their log density with the data, in
+            nats.
+    """
+
+    arguments: Arguments
+    conditionals: Any = None
+    sites: Mapping[str, Any] = {}
+    surroundings: Surroundings | None = None
+    near: Any = None
+    values: Mapping[str, Tensor] = {}
+    height: Any = None
+
+    def holds(self, call: Any) -> bool:
+        """Whether a call has the same arguments and data, in the same surroundings."""
+        return self.surroundings is call.derived.surroundings and self.arguments.are(call.sources)
+
+
 class Derived(NamedTuple):
     """Results that earlier calls derived from data.
 
     Attributes:
         constants: of exact conditionals at the data of training; None where the call has other data.
-        tables: group that comes first -> what was found for the latest call.
+        tables: group that comes first -> what was found for the latest call, `Kept`.
         starts: group -> the warm starts of its mode search, `Starts`.
         is_fixed: whether the data of training stay, whatever arguments later calls have.
         surroundings: what the model reads besides its arguments, the same object while that stays; None if not known.
@@ -212,11 +241,10 @@ def _notice(fresh: tuple[str, ...], before: Mapping[str, Any], now: Mapping[str,
         if trained.get(plate, size) != size
     ]
     reason = f" ({'; '.join(others)})" if others else ""
-    names = ", ".join(map(repr, fresh))
     return (
-        f"The guide was trained on data without {names} as this call has them{reason}: they are drawn from the model's "
-        "own conditional given all others, whatever data this call brings. To infer them from data, pass these as "
-        "observations={site: value}, or train the guide on them."
+        f"The guide was trained on data without {quoted(fresh)} as this call has them{reason}: they are drawn from the "
+        "model's own conditional given all others, whatever data this call brings. To infer them from data, pass these "
+        "as observations={site: value}, or train the guide on them."
     )
 
 

@@ -8,7 +8,6 @@ run follows only if some latents are drawn from the model's own conditional.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -32,7 +31,7 @@ from pyro_nami.deriving.expansion import plate_shape
 from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call, TrainedAnswer, sites_of
 from pyro_nami.guide.derivation import derive, valid_at
-from pyro_nami.guide.one_pass import Outside, Pass
+from pyro_nami.guide.one_pass import Outside, Pass, Term, log_density_of_terms
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import Prior, Rule
 from pyro_nami.messages import quoted, warn
@@ -69,9 +68,9 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
         (frozenset[str](), frozenset[str]()) if call.target is None else call.target[1:3]
     )
     rules = {name: rule for name, rule in rules.items() if name not in hidden or name in private}
-    outside = Outside(_relocation(plan), outer_sizes(plan.plates.nesting), private)
-    deriving = functools.partial(derive, plan, call)
-    current = Pass(rules, plan.families, state, deriving, outside, validate)
+    sizes = outer_sizes(plan.plates.nesting)
+    outside = Outside(_relocation(plan), sizes, private, validate)
+    current = Pass(plan, call, state, derive, rules=rules, outside=outside)
     # what is compiled knows of no other data set
     if call.derived.is_fixed and plan.groups and torch.jit.is_tracing():
         one = valid_at(plan, call, quoted(plan.groups), "mode='minibatches' or mode='amortized'")
@@ -109,39 +108,41 @@ def hand_out(plan: Plan, call: Call, values: Mapping[str, Tensor]) -> dict[str, 
     return found
 
 
-def draw_fresh(current: Pass, plan: Plan, target: TrainedAnswer) -> dict[str, Tensor]:
+def draw_fresh(current: Pass, target: TrainedAnswer) -> dict[str, Tensor]:
     """Draws latents that training had no data for from the model's conditional given all others; returns the values."""
     rules = {name: Prior(name) for name in target.fresh}
-    deriving = functools.partial(derive, plan, target.call)
-    outside = Outside(current.outside.relocation, current.outside.sizes)
-    follow = Pass(rules, {}, current.state, deriving, outside, current.validate)
+    seen = current.outside
+    outside = Outside(seen.relocation, seen.sizes, validate=seen.validate)
+    known = current.plan, target.call, current.state
+    follow = Pass(*known, derive, rules=rules, families={}, outside=outside)
     follow.values = {
         name: value for name, value in current.values.items() if name not in target.hidden
     }
     if rules:
-        _draw_along(follow, plan, target.call)
+        _draw_along(follow)
     follow.check()
     return outside.values
 
 
-def draw(current: Pass, plan: Plan, call: Call) -> None:
+def draw(current: Pass) -> None:
     """Draws every latent of a call, at sites that the handlers outside see."""
-    if not plan.sampling.interleaved:
-        _draw_detached(current, plan, call)
-    if plan.sampling.interleaved or current.left():
-        _draw_along(current, plan, call)
+    interleaved = current.plan.sampling.interleaved
+    if not interleaved:
+        _draw_detached(current)
+    if interleaved or current.left():
+        _draw_along(current)
 
 
-def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
+def _draw_along(current: Pass) -> None:
     """Draws all latents that are left, stage by stage: in a run of the model, then from derived conditionals."""
     for drawn, group in stages_of(current.rules, current.values):
         if drawn:
-            run = _DrawingRun(drawn, current, plan, call)
-            call.program.run(run)
+            run = _DrawingRun(drawn, current)
+            current.call.program.run(run)
             if run.missing:
                 raise ValueError(missing_site(min(run.missing)))
         if group is not None:
-            _draw_group(group, current, call)
+            _draw_group(group, current)
 
 
 def stages_of(
@@ -185,7 +186,7 @@ def stages_of(
         yield tuple(waiting), None
 
 
-def _draw_group(group: ConjugateGroup, current: Pass, call: Call) -> None:
+def _draw_group(group: ConjugateGroup, current: Pass) -> None:
     """Draws the members of a group from the conditionals that the model gives; these are derived first."""
     current.derive(group)
     known = current.values.keys() | current.derived.observed
@@ -193,7 +194,7 @@ def _draw_group(group: ConjugateGroup, current: Pass, call: Call) -> None:
     sites: Mapping[str, Any] = current.derived.sites
     if not sites.keys() >= set(left):
         with forked_rng():  # as draws shall not depend on what was derived before
-            sites = call.run({**call.held, **current.values}, until=left)
+            sites = current.run(until=left)
     for name in left:
         if current.rules[name].group is not None:
             _draw_at(current, name, sites[name])
@@ -204,13 +205,14 @@ class _DrawingRun(Runner):
 
     Args:
         drawn: the latents, behind the last of which the run ends.
-        current, plan, call: as for `draw`.
+        current: as for `draw`.
     """
 
-    def __init__(self, drawn: Collection[str], current: Pass, plan: Plan, call: Call) -> None:
+    def __init__(self, drawn: Collection[str], current: Pass) -> None:
+        call = current.call
         super().__init__({**call.held, **current.values}, call.indices, until=drawn)
         self._current = current
-        self._plan = plan
+        self._plan: Plan = current.plan
         self._to_draw = frozenset(drawn)
         self._drawn: set[str] = set()
 
@@ -254,16 +256,17 @@ class _DrawingRun(Runner):
         super()._postprocess_message(msg)
 
 
-def _draw_detached(current: Pass, plan: Plan, call: Call) -> None:
+def _draw_detached(current: Pass) -> None:
     """Draws every latent whose rule takes no prior in sampling order, outside of the model."""
+    call = current.call
     for name in current.left():
         if name in call.held:
             current.know(name, call.held[name])
-    for name in plan.order:
+    for name in current.plan.order:
         if name in current.rules and name not in current.values and not current.rules[name].inside:
             prior = None
             if current.family(name).varies:
-                prior = call.run({**call.held, **current.values}, until=[name])[name]["fn"]
+                prior = current.run(until=[name])[name]["fn"]
             _draw_at(current, name, call.sites[name], prior)
 
 
@@ -328,8 +331,6 @@ def _relocation(plan: Plan) -> Relocation | None:
 
 def densities(
     current: Pass,
-    plan: Plan,
-    call: Call,
     values: Mapping[str, Tensor],
     sites: Mapping[str, Any],
     names: Collection[str],
@@ -338,23 +339,27 @@ def densities(
 
     ``sites`` are those of a run of the model at all latents' ``values``, where one was needed.
     """
-    know_all(current, plan, call, values, sites)
+    know_all(current, values, sites)
     nothing: dict[str, Any] = {"fn": None, "mask": None}
+    alike: dict[tuple, list[Term]] = {}
     for name in (name for name in values if name in names):
-        log_prob = current.rules[name].log_prob(current, values[name], sites.get(name) or nothing)
-        if log_prob is not None:
-            yield log_prob
-    yield from current.together()
+        found = current.rules[name].log_prob(current, values[name], sites.get(name) or nothing)
+        if isinstance(found, Tensor):
+            yield found
+            continue
+        alike.setdefault(found.key(), []).append(found)
+        if found.log_abs_det is not None:
+            yield -found.log_abs_det
+    yield from map(log_density_of_terms, alike.values())
 
 
-def know_all(
-    current: Pass, plan: Plan, call: Call, values: Mapping[str, Tensor], sites: Mapping[str, Any]
-) -> None:
+def know_all(current: Pass, values: Mapping[str, Tensor], sites: Mapping[str, Any]) -> None:
     """Makes the values of all latents known to a pass. Their supports are told from the sites of a run of the model."""
+    held = current.call.held
     current.values.update(values)
-    for name in plan.order:
-        if name in call.held:
-            current.know(name, call.held[name])
+    for name in current.plan.order:
+        if name in held:
+            current.know(name, held[name])
         elif name in values:
             current.family(name, sites[name]["fn"] if name in sites else None)
             current.know(name, values[name])

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro
 import torch
@@ -21,7 +21,6 @@ from pyro_nami.deriving.expansion import (
     MAX_ERROR,
     broadcast,
     irregular,
-    leading_shape,
     parameters_of,
     plate_shape,
 )
@@ -32,7 +31,7 @@ from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.factors.types import type_of
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.arguments import Arguments
-from pyro_nami.guide.call import Call, reference_values
+from pyro_nami.guide.call import Call, Kept, reference_values
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.one_pass import Pass, sum_plates
@@ -45,7 +44,6 @@ from pyro_nami.program.many_draws import FEWEST_DRAWS, of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.site_values import any_value
-from pyro_nami.program.surroundings import Surroundings
 
 __all__ = ["CHECKED_DRAWS", "check_first", "first_conditionals", "first_ones", "log_modes"]
 
@@ -155,27 +153,24 @@ def _fits_search(first: FirstCall, rest: Sequence[str], groups: Collection[Conju
     return is_once and derived and numbers <= most and options.anchor and options.exact
 
 
-def first_conditionals(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
+def first_conditionals(current: Pass, group: ConjugateGroup) -> Any:
     """Returns the first latents' conditionals for a call; those kept are used while data and arguments are the same."""
-    kept: _Found | None = call.derived.tables.get(group)
-    joint = _Joint(plan, call, current)
-    sites = None
+    joint, call = _Joint(current), current.call
+    kept: Kept | None = call.derived.tables.get(group)
     if kept is not None and kept.arguments.are(call.sources):
         sites = joint.sites_if_same(group, kept)
-    if kept is None or sites is None:
-        remedy = f"A guide with rules={dict.fromkeys(group.members, 'learned')} takes them."
-        try:
-            found = joint.found(group)
-        except ValueError as error:
-            raise ValueError(f"At these data {error}. {remedy}") from error
-        flaw = found.flaw if isinstance(found, Collapsed) else ""
-        if flaw and current.state.network.tells(flaw):
-            warn(
-                f"At these data {flaw}: draws are rough there, as importance weights tell. {remedy}"
-            )
-        return found
-    current.derived.sites.update(sites)
-    return kept.conditionals
+        if sites is not None:
+            current.derived.sites.update(sites)
+            return kept.conditionals
+    remedy = f"A guide with rules={dict.fromkeys(group.members, 'learned')} takes them."
+    try:
+        found = joint.found(group)
+    except ValueError as error:
+        raise ValueError(f"At these data {error}. {remedy}") from error
+    flaw = found.flaw if isinstance(found, Collapsed) else ""
+    if flaw and current.state.network.tells(flaw):
+        warn(f"At these data {flaw}: draws are rough there, as importance weights tell. {remedy}")
+    return found
 
 
 def log_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
@@ -190,7 +185,7 @@ def log_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
             logging.getLogger(__name__).warning(_OTHERS, quoted(group.members), lower)
 
 
-def check_first(plan: Plan, call: Call, current: Pass) -> tuple[dict[str, str], dict[str, str]]:
+def check_first(current: Pass) -> tuple[dict[str, str], dict[str, str]]:
     """Checks draws of the first latents, and of all others given them.
 
     Returns:
@@ -198,10 +193,10 @@ def check_first(plan: Plan, call: Call, current: Pass) -> tuple[dict[str, str], 
         the log density that the grid says, up to a constant. And latent -> reason, for latents with flat priors whose
         bounds cut off part of the posterior: `Refutation` knows no values of the first latents.
     """
-    group = next((group for group in plan.groups.values() if group.comes_first), None)
+    group = next((group for group in current.plan.groups.values() if group.comes_first), None)
     if group is None:
         return {}, {}
-    flaw, cut = _checked(group, _Joint(plan, call, current))
+    flaw, cut = _checked(group, _Joint(current))
     return {group.form: flaw} if flaw else {}, cut
 
 
@@ -259,37 +254,20 @@ def _hidden() -> Iterator[None]:
         yield
 
 
-class _Found(NamedTuple):
-    """What was found for the first latents of a call.
+class _Joint:
+    """The marginal log density of the first latents and the data of a call.
 
     Attributes:
-        arguments: all that it was found from.
-        conditionals: of the latents.
-        values, height: two draws of all latents, and their log density with the data, in nats.
-        sites: of the latents, at a run in the surroundings.
-        surroundings: what the model read there besides its arguments; None if that is not known.
+        leading: sizes of the data's batch dims, and 1 for each plate dim.
+        batch: of the data's batch dims alone.
     """
 
-    arguments: Arguments
-    conditionals: Any
-    values: Mapping[str, Tensor]
-    height: Tensor
-    sites: Mapping[str, Any] = {}
-    surroundings: Surroundings | None = None
-
-
-class _Joint(NamedTuple):
-    """The marginal log density of the first latents and the data of a call."""
-
-    plan: Plan
-    call: Call
-    current: Pass
-
-    @property
-    def leading(self) -> torch.Size:
-        """Sizes of the data's batch dims, and 1 for each plate dim."""
-        plan = self.plan
-        return leading_shape(self.call.values, plan.event_dims, plan.plates.nesting)
+    def __init__(self, current: Pass) -> None:
+        self.current = current
+        self.plan: Plan = current.plan
+        self.call: Call = current.call
+        self.leading = self.plan.leading(self.call.values)
+        self.batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
 
     def rows(self) -> int:
         """Returns the number of values of the site that has most, at all points of further grids."""
@@ -321,7 +299,7 @@ class _Joint(NamedTuple):
             values = self.with_others(values)[0].values
             sites = self._sites(values)
             height = self._log_density_of(sites, values)
-        self.call.derived.tables[group] = _Found(known, found, values, height)
+        self.call.derived.tables[group] = Kept(known, found, values=values, height=height)
         return found
 
     def _conditionals(self, group: ConjugateGroup) -> Any:
@@ -356,7 +334,6 @@ class _Joint(NamedTuple):
     ) -> Collapsed:
         """Returns the conditionals of a group about the best mode that searches from draws of the prior lead to."""
         nesting = self.plan.plates.nesting
-        batch = self.leading[: len(self.leading) - nesting]
         plates = {}
         for name, each in draws.items():
             own = each.shape[1:-1]
@@ -371,6 +348,7 @@ class _Joint(NamedTuple):
         if len(points) < FEWEST_DRAWS:
             raise ValueError(f"draws of {quoted(group.members)} from their priors are not finite")
         unit = points.std(0).clamp(min=torch.finfo(points.dtype).eps ** 0.5)
+        batch = self.batch
         starts = points.reshape(len(points), *(1,) * len(batch), -1).expand(-1, *batch, -1)
         options: dict[str, Any] = {
             "is_proper": is_proper,
@@ -393,7 +371,7 @@ class _Joint(NamedTuple):
             shape = (PRIOR_DRAWS, *prior.batch_shape, start.shape[-1])
             return start + 2 * irregular(torch.Size(shape), start, 0)
 
-    def sites_if_same(self, group: ConjugateGroup, kept: _Found) -> dict[str, Any] | None:
+    def sites_if_same(self, group: ConjugateGroup, kept: Kept) -> dict[str, Any] | None:
         """Returns the sites of a group; None if the log density is another by more than rounding.
 
         A run of the model tells, where its surroundings may have changed.
@@ -420,12 +398,12 @@ class _Joint(NamedTuple):
         """Returns log p(values, others, data) - log q(others), of others that are drawn given the values."""
         inner, log_q = self.with_others(at)
         total = self._log_density_of(self._sites(inner.values), inner.values) - log_q
-        batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
-        return total.expand((len(next(iter(at.values()))), *batch)).reshape((-1, *self.leading))
+        points = len(next(iter(at.values())))
+        return total.expand((points, *self.batch)).reshape((-1, *self.leading))
 
     def with_others(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
         """Returns a pass in which all others are drawn given values, and the log density of the others."""
-        inner = self.current.beside(self.plan.rules, at)
+        inner = self.current.beside(at)
         passed = {*at, *self.call.lacking, *self.call.from_prior, *self.call.held}
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
         for name in (name for name in self.plan.order if name not in passed):

@@ -300,7 +300,7 @@ class AutoNaMIGuide(DensityGuide):
             current.values.update(
                 {name: v.clone() if v.is_inference() else v for name, v in found.items()}
             )
-            found |= draw_fresh(current, plan, target)
+            found |= draw_fresh(current, target)
         return {name: found[name] for name in (*plan.rules, *found) if name in found}
 
     def _drawn(
@@ -313,8 +313,8 @@ class AutoNaMIGuide(DensityGuide):
         )
         try:
             with self.network.with_gradient():
-                draw(current, plan, call)
-                fresh = draw_fresh(current, plan, call.target) if call.target is not None else {}
+                draw(current)
+                fresh = draw_fresh(current, call.target) if call.target is not None else {}
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
         found = {**current.outside.values, **fresh}

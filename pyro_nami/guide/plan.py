@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import leading_shape
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.rules import Learned, Rule, RuleNote
@@ -175,6 +176,10 @@ class Plan:
     def event_dims(self) -> dict[str, int]:
         """Event dims of every site."""
         return {name: site.event_dim for name, site in self.sites.items()}
+
+    def leading(self, values: Mapping[str, Tensor]) -> torch.Size:
+        """Returns the sizes of the batch dims of sites' values, and 1 for each plate dim."""
+        return leading_shape(values, self.event_dims, self.plates.nesting)
 
     def first_of(self, name: str, value: Tensor) -> Tensor:
         """Returns the first of several values of a site, of the site's own shape; of an unknown site all."""

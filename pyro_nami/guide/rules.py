@@ -77,8 +77,8 @@ class Rule:
         """Returns the distribution as the model gives it, without corrections, and whether it is exact."""
         return self.distribution(current, torch.Size(), None), True
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
-        """Returns the log density ``(*batch, *plates)`` in nats where all values are known, or adds it to the pass.
+    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | Term:
+        """Returns the log density ``(*batch, *plates)`` in nats where all values are known, or what it is made of.
 
         Args:
             current: the pass.
@@ -163,7 +163,8 @@ class Learned(Rule):
             if batch_shape[dim] != size:
                 raise ValueError(fixed_size(self.name, plate, size, batch_shape[dim]))
         family = current.family(self.name, prior)
-        anchor = current.anchors[self.name] = self._anchor(family, prior)
+        anchor = self._anchor(family, prior)
+        current.anchors[self.name] = None if self.expert else anchor
         return self._with_fixed(
             current, lambda state: self._given(current, state, family, batch_shape, anchor)
         )
@@ -195,23 +196,21 @@ class Learned(Rule):
             params = params.expand(target + params.shape[-2:])
         return self._at_once(current, state, family, params, anchor)
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
+    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | Term:
         family = current.family(self.name)
         is_masked = site["fn"] is not None and self.mask(site) is not None
         anchor, params = self._anchor(family, site["fn"]), self._params(current.state)
         if family.alike is None or is_masked or family.varies or self.factor.coupled:
             fn = self._at_once(current, current.state, family, params, anchor)
             return self.masked(fn.log_prob(value), site)
-        if current.validate and not family.layout.support.check(value).all():
+        if current.outside.validate and not family.layout.support.check(value).all():
             raise ValueError(
                 f"Expected values of '{self.name}' in {family.layout.support}; some are outside of it."
             )
         if anchor is not None and self.expert:
             params = expert(params, family.num_params)
         elements = family.layout.elements(value)
-        current.add(Term(family, params, anchor, elements))
-        log_abs_det = family.layout.log_abs_det(elements, value)
-        return None if log_abs_det is None else -log_abs_det
+        return Term(family, params, anchor, elements, family.layout.log_abs_det(elements, value))
 
     def target(self, current: Pass, value: Tensor, prior: Distribution) -> Tensor:
         family = current.family(self.name)
@@ -221,8 +220,7 @@ class Learned(Rule):
 
     def note(self, current: Pass, elements: Tensor) -> None:
         if self.name in current.anchors:
-            anchor = None if self.name in current.freedom else current.anchors[self.name]
-            current.state.note(self.name, elements, anchor, self.dims)
+            current.state.note(self.name, elements, current.anchors[self.name], self.dims)
 
     def _anchor(self, family: Family, prior: Distribution | None) -> Tensor | None:
         return family.anchor(prior) if self.anchored and prior is not None else None
@@ -316,7 +314,7 @@ class Bounded(Learned):
         )
         return super().distribution(current, batch_shape, near)
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
+    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | Term:
         near = self._solved(current).conditional(
             self.name, {**self._known(current), self.name: value}
         )

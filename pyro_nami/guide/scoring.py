@@ -97,9 +97,7 @@ class DensityGuide(LazyGuide):
                 )
                 sites = call.run({**call.held, **values}, until=plan.rules) if needed else {}
             total = self.network.zero()
-            for log_prob in densities(
-                start_pass(plan, state, call), plan, call, values, sites, names
-            ):
+            for log_prob in densities(start_pass(plan, state, call), values, sites, names):
                 total = total + sum_plates(log_prob, plan.plates.nesting)
             if target is not None and target.fresh:
                 fresh = _left_of_plates(latents, plan, plan.rules.keys() - target.fresh)
@@ -148,7 +146,7 @@ class DensityGuide(LazyGuide):
         values = _left_of_plates(latents, plan, call.held)
         sites = call.run({**call.held, **values}, until=plan.rules)
         current = start_pass(plan, state, call)
-        know_all(current, plan, call, values, sites)
+        know_all(current, values, sites)
         return current, values, sites
 
 

@@ -22,7 +22,6 @@ from pyro_nami.parameters.network_state import NetworkState
 
 __all__ = ["regress"]
 
-RIDGE = 1e-5  # in units of the mean square of the inputs: keeps inputs that nearly depend on each other apart
 ROWS_PER_INPUT = 4  # simulations for each coefficient: with fewer, the regression would be overfit
 
 
@@ -71,11 +70,11 @@ def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor)
         design, goal = x[fine][:, columns].double(), goal[fine].double()
         center, middle = design.mean(0), goal.mean()
         design = design - center
-        gram = design.mT @ design
-        ridge = RIDGE * gram.diagonal().mean().clamp(min=1e-12) if len(columns) else gram
-        slope = torch.linalg.solve(
-            gram + ridge * torch.eye(len(columns)).to(gram), design.mT @ (goal - middle)
+        # inputs that single precision hardly tells apart share their slope
+        inverse = torch.linalg.pinv(
+            design.mT @ design, hermitian=True, rtol=torch.finfo(torch.float32).eps
         )
+        slope = inverse @ (design.mT @ (goal - middle))
         left = goal - middle - design @ slope
         spread = (left.square().sum() / max(count - len(columns) - 1, 1)).sqrt()
         if not (slope.isfinite().all() and spread.isfinite() and spread > 0):
