@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_nami.program.many_draws import FEWEST_DRAWS
+
 __all__ = ["Arguments", "Cache", "Look", "Looks", "is_array"]
 
-# looks kept at calls whose arguments differ in numbers only; where all are equal, other numbers do not matter either
-LOOKS = 8
+T = TypeVar("T")
 
 
 class Arguments:
@@ -67,12 +68,13 @@ class Cache:
     def __reduce__(self) -> Any:
         return Cache, ()
 
-    def get(self, name: Hashable, leaves: Sequence[Any], make: Callable[[], Any]) -> Any:
+    def get(self, name: Hashable, leaves: Sequence[Any], make: Callable[[], T]) -> T:
         """Returns the result of a name that was made from ``leaves``; else what ``make`` returns, which is kept."""
         kept = self._kept.get(name)
         if kept is None or not kept[0].are(leaves):
             kept = self._kept[name] = Arguments(leaves), make()
-        return kept[1]
+        found: T = kept[1]
+        return found
 
     def clear(self) -> None:
         """Forgets all results."""
@@ -109,14 +111,14 @@ class Looks:
     def known(self, leaves: Sequence[Any]) -> Look | None:
         """Returns the `Look` at arguments of this kind; in a trace, of the kind asked for last; None if there is none.
 
-        Sites of a run at other numbers may be others, and what it observes too. Where many numbers did not matter,
+        Sites of a run at other numbers may be others, and what it observes too. Where several numbers did not matter,
         others will not either.
         """
         if self._latest is None or not torch.jit.is_tracing():
             self._latest = _kind_of(leaves)
         kind, numbers = self._latest
         table = self._table.setdefault(kind, {})
-        if numbers in table or len(table) < LOOKS:
+        if numbers in table or len(table) < FEWEST_DRAWS:
             return table.get(numbers)
         first, *others = table.values()
         return None if first.varying or any(other != first for other in others) else first
@@ -127,7 +129,7 @@ class Looks:
         kind, numbers = self._latest
         table = self._table[kind]
         table[numbers] = look
-        if len(table) > LOOKS:
+        if len(table) > FEWEST_DRAWS:
             del table[next(iter(table))]
 
 

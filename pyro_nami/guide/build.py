@@ -44,7 +44,6 @@ POOLED_FEATURES = 16
 WIDEST_START = 2.0
 # instances from which an observed site is standardized by its own data; fewer have no spread to speak of
 ENOUGH_ROWS = 5
-BOUND_RANGE = 1e-3, 1e3  # of the parameters of a bound at first
 
 
 class Assembled(NamedTuple):
@@ -54,11 +53,13 @@ class Assembled(NamedTuple):
         plan: the plan.
         network: the networks of all factors at their initial values.
         tables: what was derived for the latents that come first; see `Derived`.
+        prototype: a run at the initial values.
     """
 
     plan: Plan
     network: InverseNetwork
     tables: dict[Any, Any]
+    prototype: poutine.Trace
 
 
 def assemble(
@@ -67,8 +68,8 @@ def assemble(
     kwargs: Mapping[str, Any],
     options: Options,
     subsampled: Collection[str] = (),
-) -> tuple[Assembled, poutine.Trace]:
-    """Returns what a guide is made of, and a run at the initial values, from one call; see `first_call`."""
+) -> Assembled:
+    """Returns what a guide is made of, from one call; see `first_call`."""
     layers = random_layers(model, *args, *kwargs.values())
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         first = first_call(Program(model, args, kwargs), options, subsampled, layers)
@@ -91,7 +92,7 @@ def assemble(
                 "are too few data, or where a covariate tells outcomes apart without an error. It is learned as if "
                 f"there were one; give '{name}' a proper prior."
             )
-        return found, first.prototype
+        return found
 
 
 def _found(first: FirstCall) -> Assembled:
@@ -104,7 +105,7 @@ def _found(first: FirstCall) -> Assembled:
         current = _first_pass(first, plan, network)
         more, found = check_first(current)
         if not (more or found):
-            return Assembled(plan, network, current.call.derived.tables)
+            return Assembled(plan, network, current.call.derived.tables, first.prototype)
         flaws.update(more)
         if found:
             cut.update(found)
@@ -265,7 +266,7 @@ def _averaged(first: FirstCall, raw: Tensor, factor: Factor) -> Tensor:
     count = raw.shape[-1]
     raw = raw.expand(first.nodes[factor.name]["fn"].batch_shape + raw.shape[-2:]).flatten(-2)
     raw = raw[(None,) * (1 + first.plates.nesting - raw.dim())]
-    raw = to_sequence(raw, [first.plates.dims[plate] for plate in factor.joint])
+    raw = to_sequence(raw, factor.dims)
     return raw.reshape(-1, raw.shape[-1]).mean(0).reshape(factor.num_elements, count)
 
 
@@ -286,7 +287,7 @@ def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tens
     )
     for name, chosen in plan.columns.items():
         rows = values[name].reshape(-1, len(chosen))
-        standard[covariates_of(name)] = _standardization(rows, rows, plan.factory)
+        standard[covariates_of(name)] = _standardization(rows, plan.factory)
     return standard
 
 
@@ -302,18 +303,16 @@ def _site_standard(first: FirstCall, plan: Plan, name: str) -> tuple[Tensor, Ten
         here = seen if len(seen) else torch.zeros_like(here)
     drawn = [rows(draw[name]) for draw in first.draws if name in draw]
     plenty = site["is_observed"] and len(here) >= ENOUGH_ROWS
-    return _standardization(here if plenty or not drawn else torch.cat(drawn), here, plan.factory)
+    return _standardization(here if plenty or not drawn else torch.cat(drawn), plan.factory)
 
 
-def _standardization(
-    rows: Tensor, here: Tensor, factory: Mapping[str, Any]
-) -> tuple[Tensor, Tensor]:
+def _standardization(rows: Tensor, factory: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns (shift, scale) from rows of raw features; zeros and ones (categories) are left as they are."""
-    rows, here = rows.to(**factory), here.to(**factory)
+    rows = rows.to(**factory)
+    center = rows.mean(0)
+    spread = torch.ones_like(center)
     if len(rows) > 1:
         center, spread = center_and_spread(rows)
-    else:
-        center, spread = here.mean(0), torch.ones_like(here[0])
     usable = spread.isfinite() & (spread > 1e-6 * center.abs()) & (spread > 0)
     left = ((rows == 0) | (rows == 1)).all(0)
     scale = torch.where(usable & ~left, 1 / spread, torch.ones_like(spread))
@@ -344,9 +343,10 @@ def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:
         [bound.predictor(site["fn"]).detach().reshape(-1, event.numel()) for site in runs]
     )
     found = []
+    least = torch.finfo(s.dtype).eps ** 0.5
     for weights in (torch.ones_like(s), bound.relevance(s) + torch.finfo(s.dtype).tiny):
         mean, square = ((weights * each).sum(0) / weights.sum(0) for each in (s, s.square()))
         xi = bound.tightest(value, mean.reshape(event), square.reshape(event)).expand(value.shape)
-        xi = xi.reshape(-1, event.numel()).clamp(*BOUND_RANGE).log().mean(0).exp()
+        xi = xi.reshape(-1, event.numel()).clamp(least, 1 / least).log().mean(0).exp()
         found.append((xi + (-torch.expm1(-xi)).log()).unsqueeze(-1))
     return tuple(found)

@@ -167,7 +167,7 @@ def target_of(
     other = [
         name
         for name in latents
-        if name in open_sites and _extent(now[name]) != _extent(before[name])
+        if name in open_sites and _extent(now, name) != _extent(before, name)
     ]
     new = [name for name in now if name in open_sites and name not in plan.names]
     barren = [name for name in latents if isinstance(plan.rules[name], Prior)]
@@ -220,15 +220,9 @@ def reference_values(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _extent(site: Mapping[str, Any]) -> tuple:
-    """Returns the sizes of a site's batch dims and event dims, with full sizes of subsampled plates."""
-    batch, fn = list(site["fn"].batch_shape), site["fn"]
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized and -frame.dim <= len(batch):
-            batch[frame.dim] = frame.full_size or frame.size
-    while batch and batch[0] == 1:
-        batch.pop(0)
-    return tuple(batch), tuple(fn.event_shape)
+def _extent(sites: Mapping[str, Any], name: str) -> tuple:
+    """Returns the plates around a site, with their full sizes, and its event shape."""
+    return _plates(sites, (name,)), sites[name]["fn"].event_shape
 
 
 def _notice(fresh: tuple[str, ...], before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall
+from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates
 from pyro_nami.messages import warn
-from pyro_nami.program.many_draws import FEWEST_DRAWS
+from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS
 from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.program.program import Program
 from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
@@ -57,7 +57,7 @@ def _search(
     references: list[dict[str, Tensor]] = []
     draws = list(first.draws)
     for _ in range(_MOST_COVARIATES):
-        draws = draws or first.program.prior_draws(PRIOR_DRAWS)
+        draws = draws or first.program.prior_draws(MANY_DRAWS)
         if not draws:
             break
         draw = _first_instances(first, draws.pop(0))

@@ -23,7 +23,7 @@ from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, seed_rng, untouched
-from pyro_nami.program.many_draws import difference_at, for_many
+from pyro_nami.program.many_draws import MANY_DRAWS, difference_at, for_many
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
@@ -33,15 +33,12 @@ from pyro_nami.reading.extraction import Extraction, extract, is_blocked
 from pyro_nami.reading.masked_latents import read_where_masked
 
 __all__ = [
-    "PRIOR_DRAWS",
     "FirstCall",
     "data_features",
     "first_call",
     "with_hidden_evidence",
     "with_latent_blocks",
 ]
-
-PRIOR_DRAWS = 16
 
 
 class FirstCall(NamedTuple):
@@ -160,7 +157,7 @@ def first_call(
                 for pair, given in options.index_maps.items()
             },
         )
-        draws = program.prior_draws(PRIOR_DRAWS)
+        draws = program.prior_draws(MANY_DRAWS)
     restless = _moved_by(random_layers, program, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)

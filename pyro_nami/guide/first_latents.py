@@ -40,7 +40,7 @@ from pyro_nami.messages import quoted, warn
 from pyro_nami.program.flat_priors import CUT, MOST_LOST, is_improper
 from pyro_nami.program.initial_values import PRIOR_DRAWS
 from pyro_nami.program.isolation import forked_rng, seed_rng
-from pyro_nami.program.many_draws import FEWEST_DRAWS, of_rank
+from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.site_values import any_value
@@ -48,16 +48,12 @@ from pyro_nami.program.site_values import any_value
 __all__ = ["CHECKED_DRAWS", "check_first", "first_conditionals", "first_ones", "log_modes"]
 
 CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
-# nats more, where data are so large beside their noise that single precision tells no better
-MAX_ROUNDING = 0.3
 # numbers searched for: of 200 that takes 5 to 10 s, and leaves 1 to 5 nats where networks begin with hundreds
 MOST_NUMBERS = 200
-# Where others have modes, which each point takes many runs for: numbers; elements of the others times data (at 590,000
-# the search takes 10 s, and 800 nats less are lost); and draws of the prior to begin at.
+# numbers where others have modes, which each point takes many runs for
 MOST_ITERATED = 12
-MOST_WORK = 1_000_000
-FEW_STARTS = 16
-# nats that a grid may be off by, where a search for a mode fails, as at a time of change: networks are off by dozens
+# nats that a grid may be off by, where a search for a mode fails, as at a time of change (networks are off by dozens),
+# or where data are so large beside their noise that single precision tells no better
 MOST_ROUGH = 1.0
 _OTHERS = (
     "The posterior of %s has several modes, one of them %.1f nats below the highest, about which the guide draws. "
@@ -126,11 +122,7 @@ def _fits_grid(first: FirstCall, rest: Sequence[str], groups: Collection[Conjuga
     if first.options.simulated and any(group.is_tabulated for group in groups):
         return False  # grids of grids take seconds for one data set
     shapes = [first.nodes[name]["fn"].event_shape for name in rest]
-    return not any(first.frames[name] for name in rest) and all(map(_is_one, shapes))
-
-
-def _is_one(shape: Sequence[int]) -> bool:
-    return math.prod(shape) == 1
+    return not any(first.frames[name] for name in rest) and set(map(math.prod, shapes)) == {1}
 
 
 def _fits_search(first: FirstCall, rest: Sequence[str], groups: Collection[ConjugateGroup]) -> bool:
@@ -149,7 +141,8 @@ def _fits_search(first: FirstCall, rest: Sequence[str], groups: Collection[Conju
     if iterating := {group for group in groups if group.has_mode}:
         rows = max(math.prod(first.nodes[name]["fn"].shape()) for name in first.data)
         elements = sum(sum(group.elements) for group in iterating)
-        most = MOST_ITERATED if rows * elements <= MOST_WORK else 0
+        # that all data are held in memory for each element; with 590,000 numbers the search takes 10 s
+        most = MOST_ITERATED if rows_in_memory(rows * elements) > FEWEST_DRAWS else 0
     return is_once and derived and numbers <= most and options.anchor and options.exact
 
 
@@ -229,7 +222,7 @@ def _checked(group: ConjugateGroup, joint: _Joint) -> tuple[str, dict[str, str]]
             spread = float((joint.log_density(values) - given).std(0).max())
             sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
         rounding = _rounding(sites[name] for name in plan.read if name in sites)
-        most = MAX_ERROR + min(MAX_ROUNDING, rounding) if group.is_exact else MOST_ROUGH
+        most = MAX_ERROR + min(MOST_ROUGH, rounding) if group.is_exact else MOST_ROUGH
         return "" if spread < most else f"by quadrature it is off by {spread:.2g} nats", {}
     except Exception as error:  # noqa: BLE001  whatever a model does at values far out
         how = "quadrature" if group.is_tabulated else "a search for its mode"
@@ -344,7 +337,7 @@ class _Joint:
         points = torch.cat([each.reshape(PRIOR_DRAWS, -1) for each in draws.values()], -1)
         others = [group for group in self.plan.groups.values() if not group.comes_first]
         iterates = any(group.has_mode for group in others)
-        points = points[points.isfinite().all(-1)][: FEW_STARTS if iterates else None]
+        points = points[points.isfinite().all(-1)][: MANY_DRAWS if iterates else None]
         if len(points) < FEWEST_DRAWS:
             raise ValueError(f"draws of {quoted(group.members)} from their priors are not finite")
         unit = points.std(0).clamp(min=torch.finfo(points.dtype).eps ** 0.5)

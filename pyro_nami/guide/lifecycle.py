@@ -89,7 +89,8 @@ class LazyGuide(AutoGuide):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         subsampled = self._subsampled(*args, **kwargs)
-        found, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
+        found = assemble(self.model, args, kwargs, self._options, subsampled)
+        prototype = found.prototype
         self._plan, self.network = found.plan, found.network
         self._reader = CallReader(found.plan, self._options)
         self._reader.memory.derived.tables.update(found.tables)

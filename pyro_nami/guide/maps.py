@@ -128,8 +128,7 @@ class MapReader:
         """Returns the index maps of the rows that earlier calls on the same arguments had: row -> instance."""
         rows = [id(index) for index in call.indices.values()]
         others = [leaf for leaf in leaves if id(leaf) not in rows]
-        known: dict[Pair, dict[int, int]] = self._cache.get("rows of index maps", others, dict)
-        return known
+        return self._cache.get("rows of index maps", others, dict)
 
 
 def _is_map(index: Any, size: int) -> bool:

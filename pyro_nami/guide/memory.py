@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_nami.guide.arguments import Cache
 from pyro_nami.guide.call import Call, Derived, Reading
 from pyro_nami.guide.mode import Data, DataHistory, Mode, fingerprint
+from pyro_nami.program.surroundings import Surroundings
 
 __all__ = ["Memory"]
 
@@ -57,6 +58,11 @@ class Memory:
         )
         return copied
 
+    @property
+    def surroundings(self) -> Surroundings | None:
+        """Those of the call that is kept."""
+        return self.kept.surroundings if self.kept else None
+
     def plain_context(self) -> Context | None:
         """Returns `context` if it consists of tensors and plain values, which can be saved anywhere."""
         return self.context if _is_plain(self.context) else None
@@ -71,8 +77,7 @@ class Memory:
     def frozen(self, call: Call, data: Data) -> Call:
         """Returns a copy of a call, with copies of its tensors; the same one while arguments and ``data`` are."""
         leaves = [*call.program.leaves(), data]
-        found: Call = self.cache.get("frozen", leaves, lambda: self._copied(call))
-        return found
+        return self.cache.get("frozen", leaves, lambda: self._copied(call))
 
     def _copied(self, call: Call) -> Call:
         copies: dict[int, Tensor] = {}

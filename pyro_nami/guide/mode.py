@@ -13,10 +13,10 @@ from collections.abc import Hashable, Mapping
 
 from torch import Tensor
 
+from pyro_nami.program.many_draws import FEWEST_DRAWS
+
 __all__ = ["STEPS_TO_STAY", "Change", "Data", "DataHistory", "Mode", "fingerprint"]
 
-# between data sets that do not stay, after which data are minibatches; 1 would take a warm-up for one
-MOST_CHANGES = 3
 # passes in a row on one data set, more than a step has particles; then changes are forgotten
 STEPS_TO_STAY = 100
 
@@ -76,7 +76,7 @@ class DataHistory:
                 node for node in data.keys() | latest.keys() if data.get(node) != latest.get(node)
             }
             self._changes, self._stay = self._changes + 1, 0
-            if self._changes >= MOST_CHANGES:
+            if self._changes >= FEWEST_DRAWS:  # between data sets that do not stay
                 return Change.MINIBATCHES
         self._stay += 1
         self._changes = 0 if self._stay >= STEPS_TO_STAY else self._changes

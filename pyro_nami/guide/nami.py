@@ -32,6 +32,7 @@ from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Plan, differences
 from pyro_nami.guide.rules import RuleNotes
 from pyro_nami.guide.scoring import DensityGuide
+from pyro_nami.messages import quoted
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, seed_rng, untouched
 from pyro_nami.program.many_draws import difference_at, for_many
@@ -165,9 +166,7 @@ class AutoNaMIGuide(DensityGuide):
         given["index_maps"] = dict(index_maps or {})
         given["rules"] = dict(rules or {})
         if mode not in MODES:
-            raise ValueError(
-                f"Expected mode to be one of {', '.join(map(repr, MODES))}; got {mode!r}."
-            )
+            raise ValueError(f"Expected mode to be one of {quoted(MODES)}; got {mode!r}.")
         given["mode"] = Mode.AMORTIZED if observed else MODES[mode]
         self._options = Options(
             **{**given, "embeddings": embeddings}, moving=frozenset(), along=frozenset()
@@ -255,7 +254,7 @@ class AutoNaMIGuide(DensityGuide):
             A sentence for each difference; none where the guide fits.
         """
         before, subsampled = self._made(), self._subsampled(*args, **kwargs)
-        now, _ = assemble(self.model, args, kwargs, self._options, subsampled)
+        now = assemble(self.model, args, kwargs, self._options, subsampled)
         return list(differences(before, now.plan))
 
     def extra_repr(self) -> str:

@@ -31,14 +31,11 @@ class Search(NamedTuple):
 
     Attributes:
         finder: that has found them; None if the options exclude it.
-        inverse, latents, interleaved, groups: as of `SamplingOrder`.
+        order: by which latents would be sampled.
     """
 
     finder: Finder | None
-    inverse: Inverse
-    latents: tuple[str, ...]
-    interleaved: bool
-    groups: Mapping[str, ConjugateGroup]
+    order: SamplingOrder
 
 
 def find_order(
@@ -55,8 +52,9 @@ def find_order(
         ValueError: for a latent that ``rules`` asks an exact conditional of and that has none, or whose improper prior
             has no posterior.
     """
-    finder, inverse, order, interleaved, _ = search
-    groups = dict(search.groups)
+    finder, found_order = search
+    inverse, order, interleaved, groups, *_ = found_order
+    groups = dict(groups)
     refused = dict(finder.tests.refused) if finder else {}
     lost = set(finder.tests.lost) if finder else set()
     compiled = [name for name in refused if refused[name] == COMPILED and name not in groups]
@@ -91,7 +89,7 @@ def find_order(
     for flaw in (flaws or {}).values():
         doubts.update(dict.fromkeys(order, flaw))
     doubts = {name: doubts[name] for name in improper if name in doubts and name not in groups}
-    return SamplingOrder(inverse, order, interleaved, groups, refused, lost, doubts)
+    return found_order._replace(groups=groups, refused=refused, lost=lost, doubts=doubts)
 
 
 def _integrates(first: FirstCall, group: ConjugateGroup) -> bool:
@@ -125,12 +123,12 @@ def search_forms(first: FirstCall, cut: Mapping[str, str]) -> Search:
         if interleaved:
             break
     if not interleaved:
-        return Search(finder, inverse, tuple(order), False, {})
+        return Search(finder, SamplingOrder(inverse, tuple(order), False, {}))
     exact = tuple(name for name in inverse.order if block and name in groups)
     inverse = dataclasses.replace(inverse, exact=exact)
     before = order if is_last else ()
     groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()}
-    return Search(finder, inverse, tuple(order), True, groups)
+    return Search(finder, SamplingOrder(inverse, tuple(order), True, groups))
 
 
 def invert(

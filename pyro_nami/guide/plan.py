@@ -16,6 +16,7 @@ from pyro_nami.deriving.expansion import leading_shape
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.rules import Learned, Rule, RuleNote
+from pyro_nami.messages import quoted
 from pyro_nami.parameters.conditioning import Plates, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.vectorized import Vectorized
@@ -45,7 +46,6 @@ class SitePlan(NamedTuple):
     initial: Tensor | None = None  # of a latent, the first instance of its initial value
     allows_nan: bool = False  # whether its distribution or mask allows for NaN in its data
     is_masked: bool = False  # of a latent, whether the model masks it
-    bound: Factor | None = None  # of an observed site, what networks give for its bound
 
 
 class SamplingOrder(NamedTuple):
@@ -65,9 +65,9 @@ class SamplingOrder(NamedTuple):
     latents: tuple[str, ...]
     interleaved: bool
     groups: Mapping[str, ConjugateGroup]
-    refused: Mapping[str, str]
-    lost: Collection[str]
-    doubts: Mapping[str, str]
+    refused: Mapping[str, str] = {}
+    lost: Collection[str] = ()
+    doubts: Mapping[str, str] = {}
 
 
 class Covariates(NamedTuple):
@@ -95,6 +95,7 @@ class Plan:
     sites: Mapping[str, SitePlan]
     # latent -> how it is drawn, for all that the guide emits, in model order
     rules: Mapping[str, Rule]
+    bounds: Mapping[str, Factor]  # observed site -> what networks give for its bound
     read: tuple[str, ...]  # observed sites that some rule reads
     semi_observed: frozenset[str]  # latents that a call may observe
     names: frozenset[str]  # all sites of the model, deterministic ones included
@@ -128,11 +129,6 @@ class Plan:
     def masked(self) -> bool:
         """Whether the model masks latents."""
         return any(site.is_masked for site in self.sites.values())
-
-    @cached_property
-    def bounds(self) -> dict[str, Factor]:
-        """Observed site -> what networks give for its bound."""
-        return {name: site.bound for name, site in self.sites.items() if site.bound is not None}
 
     @property
     def num_underived(self) -> tuple[int, int]:
@@ -266,7 +262,8 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
         if a.event_dim != b.event_dim:
             yield f"Site '{name}' has {b.event_dim} event dims, not {a.event_dim}."
         if a.plates != b.plates:
-            yield f"Site '{name}' is in plates {_names(b.plates)}, not {_names(a.plates)}."
+            then, plates = (quoted(sorted(each.plates)) or "none" for each in (a, b))
+            yield f"Site '{name}' is in plates {plates}, not {then}."
         shapes = [
             each.sites[name].encoding.layout.event_shape
             for each in (before, now)
@@ -291,7 +288,3 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
                 f"Plate '{plate}' has {others[plate]} instances, not {sizes[plate]}; those of "
                 f"'{before.blocks[plate]}' are one block of fixed size."
             )
-
-
-def _names(names: Collection[str]) -> str:
-    return ", ".join(map(repr, sorted(names))) or "none"

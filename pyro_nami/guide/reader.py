@@ -234,8 +234,7 @@ class CallReader:
         elif answer.moving:
             held = {name: value for name, value in answer.held.items() if name not in answer.moving}
             answer = self.own.all_of(replace(answer, values=held, held=held))
-        around = self.memory.kept.surroundings if self.memory.kept else None
-        return self._with_kept(replace(answer, target=target), True, around)
+        return self._with_kept(replace(answer, target=target), True, self.memory.surroundings)
 
     def _surroundings(self, call: Call) -> Surroundings:
         """Returns the model's surroundings at a call: the latest ones, while nothing in them has changed."""
@@ -265,8 +264,7 @@ class CallReader:
 
     def _as_in_training(self, answer: Call, call: Call) -> Call:
         """Returns the call of training with the model of another call, in the surroundings of training."""
-        kept, model = self.memory.kept, call.program.model
-        around = kept.surroundings if kept else None
+        around, model = self.memory.surroundings, call.program.model
         if around is not None and around.changed():
             is_mapped = isinstance(model, Vectorized)
             model = around.around(unmapped(model))
@@ -335,8 +333,7 @@ class CallReader:
             before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
             return target_of(call, before, now, self.plan)
 
-        target: TrainedAnswer = self.cache.get("target", [*call.leaves, answer.values], found)
-        return target
+        return self.cache.get("target", [*call.leaves, answer.values], found)
 
     def _compared(self, own: Call, call: Call, backward: Backward | None) -> Call:
         """Returns the answer of a trained guide to a call with data: these, if they are those of training."""
@@ -346,7 +343,7 @@ class CallReader:
         around = self._surroundings(call) if not tracing else None
         if backward is not None and not tracing:
             self._open.append(_Step(backward, Reading(memory.frozen(own, data), data, around)))
-        before = memory.kept.surroundings if memory.kept else None
+        before = memory.surroundings
         # Of minibatches of a plate the arguments of a step hold the data, whatever else has changed.
         is_told = backward is not None and bool(self.plan.plates.subsampled)
         is_unchanged = before is None or before is around or is_told or before.are_current()

@@ -61,6 +61,11 @@ class Rule:
     # whether its prior is flat where the model masks it, as something reads its value there
     is_flat: bool = False
 
+    def solved(self, current: Pass) -> Any:
+        """Returns the conditionals of its group."""
+        assert self.group is not None
+        return current.derive(self.group)
+
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
@@ -129,13 +134,11 @@ class Exact(Rule):
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
-        assert self.group is not None
-        fn = current.derive(self.group).conditional(self.name, current.values, len(batch_shape))
+        fn = self.solved(current).conditional(self.name, current.values, len(batch_shape))
         return _expanded(fn, batch_shape)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
-        assert self.group is not None
-        fn = current.derive(self.group).conditional(self.name, current.values)
+        fn = self.solved(current).conditional(self.name, current.values)
         return self.masked(fn.log_prob(value), site)
 
 
@@ -149,9 +152,6 @@ class Learned(Rule):
     family: Family = None  # type: ignore[assignment]
     anchored: bool = False  # whether its parameters are relative to the model's own conditional
     expert: bool = False  # whether its distribution is that conditional times evidence of its own
-    # batch dims of the plates ``factor.joint``, that are flattened into its elements
-    dims: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -159,7 +159,7 @@ class Learned(Rule):
         factor, event_shape = self.factor, self.family.layout.event_shape
         if prior is not None and prior.event_shape != event_shape:
             raise ValueError(changed_event_shape(self.name, event_shape, prior.event_shape))
-        for plate, dim, size in zip(factor.joint, self.dims, self.sizes):
+        for plate, (dim, size) in factor.joint.items():
             if batch_shape[dim] != size:
                 raise ValueError(fixed_size(self.name, plate, size, batch_shape[dim]))
         family = current.family(self.name, prior)
@@ -184,11 +184,12 @@ class Learned(Rule):
         anchor: Tensor | None,
     ) -> SiteDistribution:
         """Returns the distribution with parameters of a state; a fixed state gives them without gradients."""
-        if self.factor.sequential:
+        factor = self.factor
+        if factor.sequential:
             conditionals = self._conditionals(current, state, len(batch_shape))
             target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
             return family.autoregressive_distribution(
-                conditionals, anchor, target, self.dims, self.sizes
+                conditionals, anchor, target, factor.dims, factor.sizes
             )
         params = squeezed(self._params(state), len(batch_shape), 2)
         if params.shape[:-2] != batch_shape:
@@ -220,7 +221,7 @@ class Learned(Rule):
 
     def note(self, current: Pass, elements: Tensor) -> None:
         if self.name in current.anchors:
-            current.state.note(self.name, elements, current.anchors[self.name], self.dims)
+            current.state.note(self.name, elements, current.anchors[self.name])
 
     def _anchor(self, family: Family, prior: Distribution | None) -> Tensor | None:
         return family.anchor(prior) if self.anchored and prior is not None else None
@@ -228,7 +229,7 @@ class Learned(Rule):
     def _params(self, state: Any) -> Tensor:
         """Returns the parameters; those of a block are given instance by instance."""
         params = state.params(self.name)
-        return to_instances(params, self.dims, self.sizes, parts=1)
+        return to_instances(params, self.factor.dims, self.factor.sizes, parts=1)
 
     def _at_once(
         self, current: Pass, state: Any, family: Family, params: Tensor, anchor: Tensor | None
@@ -239,7 +240,7 @@ class Learned(Rule):
             params = expert(params, family.num_params)
         if not self.factor.coupled:
             return family.distribution(params, anchor)
-        coupling = Coupling(state.coupling(self.name), self.dims, self.sizes)
+        coupling = Coupling(state.coupling(self.name), self.factor.dims, self.factor.sizes)
         return family.coupled_distribution(params, anchor, coupling)
 
     def _conditionals(self, current: Pass, state: Any, dims: int) -> Any:
@@ -274,8 +275,7 @@ class Located(Learned):
         return self._near(current), False
 
     def _near(self, current: Pass, dims: int | None = None) -> JointNormal:
-        assert self.group is not None
-        return joint_normal(current.derive(self.group).conditional(self.name, current.values, dims))
+        return joint_normal(self.solved(current).conditional(self.name, current.values, dims))
 
     def _bent(self, near: JointNormal, state: Any, dims: int | None = None) -> TorchDistribution:
         assert self.group is not None
@@ -300,12 +300,12 @@ class Bounded(Learned):
     @property
     def order(self) -> Order:
         """The order in which the elements are drawn."""
-        return Order(self.factor.num_elements, self.dims, self.sizes)
+        return Order(self.factor.num_elements, self.factor.dims, self.factor.sizes)
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
-        solved, dims = self._solved(current), len(batch_shape)
+        solved, dims = self.solved(current), len(batch_shape)
         in_turn = isinstance(solved, InTurn) and self.factor.sequential
         near = (
             solved.prior(self.name, dims)
@@ -315,7 +315,7 @@ class Bounded(Learned):
         return super().distribution(current, batch_shape, near)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | Term:
-        near = self._solved(current).conditional(
+        near = self.solved(current).conditional(
             self.name, {**self._known(current), self.name: value}
         )
         return super().log_prob(
@@ -323,14 +323,10 @@ class Bounded(Learned):
         )
 
     def _conditionals(self, current: Pass, state: Any, dims: int) -> Any:
-        conditionals, solved = super()._conditionals(current, state, dims), self._solved(current)
+        conditionals, solved = super()._conditionals(current, state, dims), self.solved(current)
         if not isinstance(solved, InTurn):
             return conditionals
         return ConditionalsInTurn(conditionals, solved.terms(self.name, self._known(current)), dims)
-
-    def _solved(self, current: Pass) -> Any:
-        assert self.group is not None
-        return current.derive(self.group)
 
     def _known(self, current: Pass) -> dict[str, Tensor]:
         return {name: current.values[name] for name in self.before}

@@ -119,8 +119,7 @@ class DensityGuide(LazyGuide):
             name: rule.target(current, values[name], sites[name]["fn"])
             for name, rule in rules.items()
         }
-        dims = {name: list(rule.dims) for name, rule in rules.items()}
-        regress(self.network, current.state, targets, dims, self._options.embeddings)
+        regress(self.network, current.state, targets, self._options.embeddings)
 
     @torch.no_grad()
     def misfits(

@@ -35,7 +35,7 @@ _VARYING = Base(32.0, 64.0, 8.0, paced=True)
 # unit of rows that are no locations: how scales move with other latents matters less, and is noisier
 SHAPE_UNIT = 0.1
 # least scale of an input, in units of its spread at the first call: of a single latent, and of what is pooled
-MIN_SCALE = 1e-6
+MIN_SCALE = torch.finfo(torch.float32).eps
 MIN_POOLED_SCALE = 0.1
 # floats for each weight of the output layer: weights, mask, masked weights, gradient and two of the optimizer's
 COPIES = 6
@@ -192,11 +192,6 @@ class GroupNetwork:
         for step in self.steps[begin:stop]:
             sizes.update(step.rows)
         return sizes
-
-    def pulls(self) -> Tensor:
-        """Returns zeros that move as the biases of all rows do, relative to their units."""
-        biases = self.mlp.output_bias() / self.mlp.bias_units
-        return biases - biases.detach()
 
     def standardize(self, x: Tensor, moving: Collection[Any]) -> None:
         """Standardizes inputs by the mean and standard deviation of ``x``, ``(*batch, columns)``, of simulations.

@@ -47,13 +47,13 @@ from pyro_nami.parameters.free_parameters import FreeParameters, coupling_units
 from pyro_nami.parameters.group_network import GroupNetwork, PlacedFactor
 from pyro_nami.parameters.inputs import Pooling
 from pyro_nami.parameters.training import TrainedNetworks
+from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["InverseNetwork", "as_pyro_module", "coupling_of"]
 
 COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
 MIN_UNITS = 8  # of a hidden layer by default
 MAX_UNITS = 64
-UNITS_TIMES_INSTANCES = 2**20  # hidden units by instances of a group, at most, in guides for data
 
 
 def as_pyro_module(module: nn.Module) -> nn.Module:
@@ -200,10 +200,6 @@ class InverseNetwork(TrainedNetworks):
             (shift, scale) if members == 1 else (shift.repeat(members, 1), scale.repeat(members, 1))
         )
 
-    def reads(self, name: Hashable, nodes: Collection[Hashable]) -> bool:
-        """Whether a factor reads any of some nodes."""
-        return not self.places[name].nodes.isdisjoint(nodes)
-
     def pooling(self, constant: bool) -> tuple[Pooling, Pooling]:
         """Returns the encoders, and the sums of pseudo-observations, with their parameters read now.
 
@@ -315,7 +311,8 @@ def _group(
         units = MAX_UNITS
         if not options["simulated"]:
             instances = math.prod(plates.sizes[plate] for plate in batch)
-            units = min(max(UNITS_TIMES_INSTANCES // instances, MIN_UNITS), MAX_UNITS)
+            # a unit has four numbers an instance: what goes in, what comes out, and their gradients
+            units = min(max(rows_in_memory(4 * instances), MIN_UNITS), MAX_UNITS)
         hidden_features = (units,)
     position = {name: i for i, name in enumerate(options["latents"])}
     return GroupNetwork(

@@ -30,14 +30,12 @@ def regress(
     network: InverseNetwork,
     state: NetworkState,
     targets: Mapping[Any, Tensor],
-    dims: Mapping[Any, list[int]],
     moving: Collection[Any] = (),
 ) -> None:
     """Standardizes inputs, and writes regressions of all factors whose locations are one an element.
 
     All values of a batch of simulations are known to ``state``. ``targets`` are factors' elements relative to the
-    anchor, ``(*batch, elements)``, ``dims`` the batch dims of the plates that factors are blocks of, and ``moving`` the
-    nodes whose features are learned.
+    anchor, ``(*batch, elements)``, and ``moving`` the nodes whose features are learned.
     """
     for group in network.groups:
         if group.mlp.is_trained():
@@ -52,7 +50,7 @@ def regress(
             if len(factor.locations) != 1 or factor.name not in targets or factor.pseudo:
                 # a regression on a set of one size would be taken for what instances say at any size
                 continue
-            goal = to_sequence(targets[factor.name], dims[factor.name])
+            goal = to_sequence(targets[factor.name], factor.dims)
             both = concatenate([inputs, goal]).flatten(0, -2)
             rows = place.locations(numbers).tolist()
             _regress_rows(
