@@ -20,7 +20,7 @@ from pyro_nami.parameters.inputs import IndexMaps
 from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import Runner
+from pyro_nami.program.runner import Runner, Sites, Values
 from pyro_nami.program.surroundings import Surroundings
 
 __all__ = [
@@ -69,10 +69,10 @@ class Kept(NamedTuple):
 
     arguments: Arguments
     conditionals: Any = None
-    sites: Mapping[str, Any] = {}
+    sites: Sites = {}
     surroundings: Surroundings | None = None
     near: Any = None
-    values: Mapping[str, Tensor] = {}
+    values: Values = {}
     height: Any = None
 
     def holds(self, call: Any) -> bool:
@@ -107,15 +107,15 @@ class Call:
     program: Program
     indices: Mapping[str, Tensor] = field(default_factory=dict)  # subsampled plate -> its instances
     # observed site -> value that the factors read
-    values: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     # what the model is run with in place of its own values
-    held: Mapping[str, Tensor] = field(default_factory=dict)
+    held: Values = field(default_factory=dict)
     # of a run at reference values, where one was needed
-    sites: Mapping[str, Any] = field(default_factory=dict)
+    sites: Sites = field(default_factory=dict)
     lacking: frozenset[str] = frozenset()  # sites of the guide's first call that this one lacks
     # latents drawn from the model's own conditional: those that the first call lacked, or of rows that no data cover
     from_prior: tuple[str, ...] = ()
-    covariates: Mapping[str, Tensor] = field(default_factory=dict)  # site -> its covariates
+    covariates: Values = field(default_factory=dict)  # site -> its covariates
     # of the rows that the factors read
     maps: IndexMaps = field(default_factory=lambda: IndexMaps({}, {}))
     # observed sites whose values move with the model's parameters
@@ -134,7 +134,7 @@ class Call:
         known = {**self.held, **self.values}
         return [*self.program.leaves(), *(known[name] for name in sorted(known))]
 
-    def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    def run(self, values: Mapping[str, Any], **options: Any) -> Sites:
         """Returns the sites of a hidden run of the model on this call's arguments and instances; see `Runner`."""
         return self.program.run(Runner(values, self.indices, **options))
 
@@ -152,15 +152,13 @@ class Reading(NamedTuple):
     data: Data | None = None
     surroundings: Surroundings | None = None
 
-    def sites(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    def sites(self, values: Mapping[str, Any], **options: Any) -> Sites:
         """Returns the sites of a run of the model on these data."""
         with self.surroundings.restored() if self.surroundings else nullcontext():
             return self.call.run(values, **options)
 
 
-def target_of(
-    call: Any, before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan
-) -> TrainedAnswer:
+def target_of(call: Any, before: Sites, now: Sites, plan: Plan) -> TrainedAnswer:
     """Returns how a call with sites ``now`` differs from the call that answers it, with sites ``before``."""
     latents = [name for name in plan.rules if name in before and not before[name]["is_observed"]]
     open_sites = {name for name in now if is_latent(now[name]) and not is_passing(now[name])}
@@ -199,7 +197,7 @@ def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def sites_of(call: Any, plan: Plan) -> Mapping[str, Any]:
+def sites_of(call: Any, plan: Plan) -> Sites:
     """Returns the sites of a run of the model on a call's arguments, at reference values of its latents."""
     with torch.no_grad(), forked_rng():
         found: Mapping[str, Any] = call.run(reference_values(plan))
@@ -220,12 +218,12 @@ def reference_values(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _extent(sites: Mapping[str, Any], name: str) -> tuple:
+def _extent(sites: Sites, name: str) -> tuple:
     """Returns the plates around a site, with their full sizes, and its event shape."""
     return _plates(sites, (name,)), sites[name]["fn"].event_shape
 
 
-def _notice(fresh: tuple[str, ...], before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _notice(fresh: tuple[str, ...], before: Sites, now: Sites) -> str:
     if not fresh:
         return ""
     sizes, trained = _plates(now, fresh), _plates(before, fresh)
@@ -242,7 +240,7 @@ def _notice(fresh: tuple[str, ...], before: Mapping[str, Any], now: Mapping[str,
     )
 
 
-def _plates(sites: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, int]:
+def _plates(sites: Sites, names: tuple[str, ...]) -> dict[str, int]:
     """Returns the plates around some sites, with their full sizes."""
     frames = [frame for name in names if name in sites for frame in sites[name]["cond_indep_stack"]]
     return {frame.name: frame.full_size or frame.size for frame in frames if frame.vectorized}

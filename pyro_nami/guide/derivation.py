@@ -31,6 +31,7 @@ from pyro_nami.messages import quoted
 from pyro_nami.program.flat_priors import improper_posterior
 from pyro_nami.program.isolation import forked_rng, outside_of_traces, untouched
 from pyro_nami.program.many_draws import MANY_DRAWS
+from pyro_nami.program.runner import Sites, Values
 
 __all__ = ["derive", "valid_at"]
 
@@ -88,7 +89,7 @@ class _Derivation:
             return None
         return group, self.current.leading, "of data"
 
-    def _keep(self, key: Any, expansion: Expansion, sites: Mapping[str, Any]) -> None:
+    def _keep(self, key: Any, expansion: Expansion, sites: Sites) -> None:
         """Keeps the conditionals of a group for later calls.
 
         In training they are derived once more, without gradients, when arguments come for the second time. A guide that
@@ -121,7 +122,7 @@ class _Derivation:
             sites={name: sites[name] for name in self.group.members},
         )
 
-    def _solved(self) -> tuple[Expansion, Mapping[str, Any]]:
+    def _solved(self) -> tuple[Expansion, Sites]:
         """Returns the conditionals of a group, and the sites of the last run of the model for them.
 
         The pass is told the sites of the members.
@@ -151,9 +152,7 @@ class _Derivation:
         derived.sites.update({name: sites[name] for name in expansion.group.members})
         return expansion, sites
 
-    def _run(
-        self, expansion: Expansion, known: Mapping[str, Tensor]
-    ) -> tuple[Expansion, Mapping[str, Any]] | None:
+    def _run(self, expansion: Expansion, known: Values) -> tuple[Expansion, Sites] | None:
         """Runs the model until an expansion of the group is solved.
 
         Returns:
@@ -162,7 +161,7 @@ class _Derivation:
         """
         held = {**self.call.held, **known}
 
-        def run(expansion: Expansion) -> Mapping[str, Any]:
+        def run(expansion: Expansion) -> Sites:
             sites = self._sites(expansion, self.call.run, held)
             if self._keeps_constants(expansion, held):
                 raise Changed
@@ -174,7 +173,7 @@ class _Derivation:
             return solved(expansion, run(expansion), run)
         return None
 
-    def _sites(self, expansion: Expansion, run: Any, held: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _sites(self, expansion: Expansion, run: Any, held: Mapping[str, Any]) -> Sites:
         """Returns the sites of a run; raises `Changed` if it observes members, which are known to the pass then."""
         sites = expansion.sites(run, held)
         members = [name for name in expansion.group.members if name in sites]
@@ -187,7 +186,7 @@ class _Derivation:
             raise Changed
         return sites
 
-    def _from_one(self, known: Mapping[str, Tensor]) -> FromConstants | None:
+    def _from_one(self, known: Values) -> FromConstants | None:
         """Returns the expansion of a Gaussian block for many draws, from constants derived at one of the draws.
 
         None for few draws, where there is no such thing, and where it is known from steps before. A call on the data of
@@ -211,7 +210,7 @@ class _Derivation:
         one = group, leading, self.plan.plates.nesting
         return FromConstants(*one, constants=kept[key], forget=forget, is_rounded=True)
 
-    def _constants_of_one(self, known: Mapping[str, Tensor]) -> Constants | None:
+    def _constants_of_one(self, known: Values) -> Constants | None:
         """Returns the constants of a Gaussian block, derived at the first of many draws of the latents before it."""
         plan, call, group = self.plan, self.call, self.group
         nesting = plan.plates.nesting
@@ -224,10 +223,10 @@ class _Derivation:
         sizes = self._sizes(group)
         at = {name: plan.initial[name] for name in group.flat}
 
-        def run(values: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
+        def run(values: Mapping[str, Any], until: Collection[str]) -> Sites:
             return call.run({**call.held, **first, **values}, until=until)
 
-        def sites_of(expansion: Expansion) -> Mapping[str, Any]:
+        def sites_of(expansion: Expansion) -> Sites:
             return self._sites(expansion, run, {})
 
         one = group, torch.Size((1,) * nesting), nesting
@@ -264,7 +263,7 @@ class _Derivation:
             # where to start
             members = set(group.members)
             near = [each for each in derived.near.values() if members <= set(each.group.members)]
-            at: Mapping[str, Tensor] = kept.get((group, leading, "at"), {})
+            at: Values = kept.get((group, leading, "at"), {})
             if near:
                 at = near[-1].means(values, group.members)
             if not at and (group.has_mode or group in call.derived.starts):
@@ -299,7 +298,7 @@ class _Derivation:
         if whole is not None and len(whole.keys) == len(data.keys):
             yield starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
 
-    def _keeps_constants(self, expansion: Any, known: Mapping[str, Tensor]) -> bool:
+    def _keeps_constants(self, expansion: Any, known: Values) -> bool:
         """Stores constants of a Gaussian block for later steps on the same data; returns whether there are new ones."""
         kept, key, call = self.kept, (expansion.group, expansion.leading), self.call
         if kept is None or key in kept or not self.current.state.network.passes:
@@ -309,7 +308,7 @@ class _Derivation:
         if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step
             return False
 
-        def run(at: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
+        def run(at: Mapping[str, Any], until: Collection[str]) -> Sites:
             return call.run({**known, **at}, until=until)
 
         with untouched(call.program.model):

@@ -39,7 +39,7 @@ from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.plate_dims import outer_sizes
-from pyro_nami.program.runner import Runner
+from pyro_nami.program.runner import Message, Runner, Sites, Values
 
 __all__ = [
     "densities",
@@ -96,7 +96,7 @@ def _only_looks(handler: Any) -> bool:
     return looks or isinstance(handler, ConditionMessenger) and not handler.data
 
 
-def hand_out(plan: Plan, call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def hand_out(plan: Plan, call: Call, values: Values) -> dict[str, Tensor]:
     """Samples every latent at its site, with values drawn in advance; returns the values that outside handlers give."""
     sites, found = call.sites or sites_of(call, plan), dict[str, Tensor]()
     hidden = call.lacking if call.target is None else call.lacking | call.target.hidden
@@ -191,7 +191,7 @@ def _draw_group(group: ConjugateGroup, current: Pass) -> None:
     current.derive(group)
     known = current.values.keys() | current.derived.observed
     left = [name for name in group.members if name in current.rules and name not in known]
-    sites: Mapping[str, Any] = current.derived.sites
+    sites: Sites = current.derived.sites
     if not sites.keys() >= set(left):
         with forked_rng():  # as draws shall not depend on what was derived before
             sites = current.run(until=left)
@@ -270,9 +270,7 @@ def _draw_detached(current: Pass) -> None:
             _draw_at(current, name, call.sites[name], prior)
 
 
-def _draw_at(
-    current: Pass, name: str, site: Mapping[str, Any], prior: Distribution | None = None
-) -> None:
+def _draw_at(current: Pass, name: str, site: Message, prior: Distribution | None = None) -> None:
     """Draws a latent after the run of the model that its site is from, with the site's plates, mask and scale."""
     shape = site["fn"].batch_shape
     if current.rules[name].group is not None:  # at points of an expansion the site has further dims
@@ -287,7 +285,7 @@ def _draw_at(
         current.take(name, pyro.sample(name, current.outside.see(fn)), fn)
 
 
-def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
+def _mask(current: Pass, rule: Rule, site: Message) -> Tensor | None:
     """Returns the mask of a latent's density; warns if all of the latent was masked at the first call."""
     mask = rule.mask(site)
     untold = rule.is_untold and mask is not None and not torch.jit.is_tracing() and bool(mask.any())
@@ -302,7 +300,7 @@ def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
 class _At(Messenger):
     """Gives a message the plates, scale, mask and ``infer`` of a site of the model."""
 
-    def __init__(self, site: Mapping[str, Any]) -> None:
+    def __init__(self, site: Message) -> None:
         super().__init__()
         self._site = site
 
@@ -312,7 +310,7 @@ class _At(Messenger):
         msg["infer"] = _own_infer(self._site)
 
 
-def _own_infer(site: Mapping[str, Any]) -> dict[str, Any]:
+def _own_infer(site: Message) -> dict[str, Any]:
     """Returns a site's ``infer`` without the entries that enumeration adds in the model."""
     return {key: value for key, value in site["infer"].items() if key not in _OF_THE_MODEL}
 
@@ -331,8 +329,8 @@ def _relocation(plan: Plan) -> Relocation | None:
 
 def densities(
     current: Pass,
-    values: Mapping[str, Tensor],
-    sites: Mapping[str, Any],
+    values: Values,
+    sites: Sites,
     names: Collection[str],
 ) -> Iterator[Tensor]:
     """Yields terms ``(*batch, *plates)`` in nats whose sum is the log density of the latents in ``names``.
@@ -353,7 +351,7 @@ def densities(
     yield from map(log_density_of_terms, alike.values())
 
 
-def know_all(current: Pass, values: Mapping[str, Tensor], sites: Mapping[str, Any]) -> None:
+def know_all(current: Pass, values: Values, sites: Sites) -> None:
     """Makes the values of all latents known to a pass. Their supports are told from the sites of a run of the model."""
     held = current.call.held
     current.values.update(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from pyro_nami.guide.call import Reading
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.initial_values import near_origin
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.runner import Sites
 
 __all__ = ["exchangeable_plates"]
 
@@ -75,7 +76,7 @@ def _reference(site: Any) -> Tensor | None:
         return None
 
 
-def _may_be_of(frame: Any, before: Reading, now: Reading, sites: Mapping[str, Any]) -> bool:
+def _may_be_of(frame: Any, before: Reading, now: Reading, sites: Sites) -> bool:
     """Whether rotating data and latents along a plate rotates the log densities of all ``sites``."""
     values = {
         name: _along(site["value"], site, frame) for name, site in sites.items() if is_latent(site)

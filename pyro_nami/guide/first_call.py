@@ -26,7 +26,7 @@ from pyro_nami.program.isolation import dropping, forked_rng, seed_rng, untouche
 from pyro_nami.program.many_draws import MANY_DRAWS, difference_at, for_many
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import Runner
+from pyro_nami.program.runner import Runner, Sites
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.changes import moved
 from pyro_nami.reading.extraction import Extraction, extract, is_blocked
@@ -58,7 +58,7 @@ class FirstCall(NamedTuple):
     apart: frozenset[str] = frozenset()
 
     @property
-    def nodes(self) -> Mapping[str, Any]:
+    def nodes(self) -> Sites:
         """The sites of the prototype."""
         return self.prototype.nodes
 
@@ -106,9 +106,7 @@ class FirstCall(NamedTuple):
         found, _ = for_many(self.program, nesting, partial(difference_at, self.draws, nesting))
         return None if found is self.program else self._replace(program=found)
 
-    def run(
-        self, values: Mapping[str, Any], until: Collection[str] | None = None
-    ) -> dict[str, Any]:
+    def run(self, values: Mapping[str, Any], until: Collection[str] | None = None) -> Sites:
         """Returns the sites of a run of the model at chosen values of its latents."""
         return self.program.run(Runner(values, broadcast=True, until=until))
 
@@ -141,7 +139,7 @@ def first_call(
         prototype = likely_start(program, options.init_scale)
     else:
         prototype = first_run(program, options.init_loc_fn or near_origin)
-    nodes: Mapping[str, Any] = prototype.nodes
+    nodes: Sites = prototype.nodes
     # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
     model = poutine.condition(program.model, subsamples(nodes))
     program = program._replace(model=model)
@@ -182,9 +180,7 @@ def first_call(
     )
 
 
-def _moved_by(
-    layers: Sequence[nn.Module], program: Program, nodes: Mapping[str, Any]
-) -> frozenset[str]:
+def _moved_by(layers: Sequence[nn.Module], program: Program, nodes: Sites) -> frozenset[str]:
     """Returns the sites whose distributions layers such as dropout make random, at equal values of all sites."""
     if not layers:
         return frozenset()
@@ -199,7 +195,7 @@ def _moved_by(
     return frozenset(name for name in names if moved(before[name], after.get(name)).any())
 
 
-def _check_passing(nodes: Mapping[str, Any], passing: Collection[str]) -> None:
+def _check_passing(nodes: Sites, passing: Collection[str]) -> None:
     """Raises if a site that comes and goes between calls is a latent."""
     for name in passing:
         if is_latent(nodes[name]):

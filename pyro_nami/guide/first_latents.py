@@ -43,6 +43,7 @@ from pyro_nami.program.isolation import forked_rng, seed_rng
 from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
 from pyro_nami.program.memory import rows_in_memory
+from pyro_nami.program.runner import Sites, Values
 from pyro_nami.program.site_values import any_value
 
 __all__ = ["CHECKED_DRAWS", "check_first", "first_conditionals", "first_ones", "log_modes"]
@@ -322,7 +323,7 @@ class _Joint:
         group: ConjugateGroup,
         layouts: Mapping[str, Any],
         like: Tensor,
-        draws: Mapping[str, Tensor],
+        draws: Values,
         is_proper: bool,
     ) -> Collapsed:
         """Returns the conditionals of a group about the best mode that searches from draws of the prior lead to."""
@@ -382,19 +383,19 @@ class _Joint:
         self.call.derived.tables[group] = kept._replace(sites=own, surroundings=around)
         return own
 
-    def log_density(self, at: Mapping[str, Tensor]) -> Tensor:
+    def log_density(self, at: Values) -> Tensor:
         """Returns the log density in nats at values ``(points, *leading, *event)``, ``(points, *leading)``."""
         parts = zip(*(value.split(rows_in_memory(self.rows())) for value in at.values()))
         return torch.cat([self._log_weights(dict(zip(at, part))) for part in parts])
 
-    def _log_weights(self, at: Mapping[str, Tensor]) -> Tensor:
+    def _log_weights(self, at: Values) -> Tensor:
         """Returns log p(values, others, data) - log q(others), of others that are drawn given the values."""
         inner, log_q = self.with_others(at)
         total = self._log_density_of(self._sites(inner.values), inner.values) - log_q
         points = len(next(iter(at.values())))
         return total.expand((points, *self.batch)).reshape((-1, *self.leading))
 
-    def with_others(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
+    def with_others(self, at: Values) -> tuple[Pass, Tensor]:
         """Returns a pass in which all others are drawn given values, and the log density of the others."""
         inner = self.current.beside(at)
         passed = {*at, *self.call.lacking, *self.call.from_prior, *self.call.held}
@@ -414,10 +415,10 @@ class _Joint:
             terms.append(sum_plates(log_prob.double(), self.plan.plates.nesting))
         return inner, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
-    def _sites(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _sites(self, values: Values) -> Sites:
         return self.call.run({**self.call.held, **values})
 
-    def _log_density_of(self, sites: Mapping[str, Any], values: Mapping[str, Tensor]) -> Tensor:
+    def _log_density_of(self, sites: Sites, values: Values) -> Tensor:
         """Returns the log density in nats of values and data, ``(points, *batch)``, at the sites of their run."""
         known = values.keys() | set(self.plan.bayesnet.observed)
         terms = [

@@ -37,6 +37,7 @@ from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, seed_rng, untouched
 from pyro_nami.program.many_draws import difference_at, for_many
 from pyro_nami.program.memory import rows_in_memory
+from pyro_nami.program.runner import Message, Values
 from pyro_nami.program.vectorized import Vectorized, unmapped
 
 __all__ = ["AutoNaMIGuide"]
@@ -136,7 +137,7 @@ class AutoNaMIGuide(DensityGuide):
         skip: bool = True,
         within: str = "autoregressive",
         embeddings: Mapping[str, nn.Module] | None = None,
-        covariates: str | None | Callable[..., Mapping[str, Tensor]] = "auto",
+        covariates: str | None | Callable[..., Values] = "auto",
         index_maps: Mapping[tuple[str, str], Callable] | None = None,
         pooling: str | Callable[[int], nn.Module] = "mean",
         evidence: bool = True,
@@ -289,7 +290,7 @@ class AutoNaMIGuide(DensityGuide):
             if self._plan_for_many(call) is None:
                 return None
 
-        def make(count: int, seed: int) -> dict[str, Tensor]:
+        def make(count: int, seed: int) -> Values:
             return self._draws(count, call.program.args, dict(call.program.kwargs), seed)
 
         values = self._ahead.next((self.network.passes, id(call.values)), make)
@@ -328,7 +329,7 @@ class AutoNaMIGuide(DensityGuide):
         *args: Any,
         num_samples: int = 1000,
         **kwargs: Any,
-    ) -> dict[str, Tensor]:
+    ) -> Values:
         """Returns Monte Carlo quantiles of every latent, elementwise in constrained space.
 
         The same draws serve every call, so `median` equals the quantile 0.5.
@@ -404,7 +405,7 @@ class AutoNaMIGuide(DensityGuide):
         return self._many[1]
 
 
-def _own_shape(value: Tensor, count: int, site: Mapping[str, Any]) -> Tensor:
+def _own_shape(value: Tensor, count: int, site: Message) -> Tensor:
     """Returns draws ``(count, *site shape)`` from values with the draws left of all plate dims."""
     event_dim = site["fn"].event_dim
     nesting = max((-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized), default=0)

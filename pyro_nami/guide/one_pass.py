@@ -21,6 +21,7 @@ from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.flat_priors import MOST_LOST
+from pyro_nami.program.runner import Message, Sites, Values
 
 __all__ = ["DerivedGroups", "Outside", "Pass", "Term", "sum_plates"]
 
@@ -76,7 +77,7 @@ class DerivedGroups:
         self.near: dict[ConjugateGroup, Newton] = {}
         self.sizes: dict[ConjugateGroup, dict[str, int]] = {}
         self.observed: set[str] = set()
-        self.sites: dict[str, Mapping[str, Any]] = {}
+        self.sites: dict[str, Message] = {}
         self.valid: dict[str, Tensor] = {}
         self.boxed: dict[str, BoxedNormal] = {}
 
@@ -176,7 +177,7 @@ class Pass:
         self.anchors: dict[str, Tensor | None] = {}
         self.freedom: dict[str, Tensor] = {}
 
-    def beside(self, values: Mapping[str, Tensor]) -> Pass:
+    def beside(self, values: Values) -> Pass:
         """Returns another pass, by the rules of the plan, in which values of some latents are known."""
         other = Pass(self.plan, self.call, self.state, self._derive)
         other.values.update(values)
@@ -188,9 +189,9 @@ class Pass:
         leading: torch.Size = self.plan.leading({**self.call.values, **self.values})
         return leading
 
-    def run(self, **options: Any) -> Mapping[str, Any]:
+    def run(self, **options: Any) -> Sites:
         """Returns the sites of a run of the model at what is known so far; see `Runner`."""
-        sites: Mapping[str, Any] = self.call.run({**self.call.held, **self.values}, **options)
+        sites: Sites = self.call.run({**self.call.held, **self.values}, **options)
         return sites
 
     def left(self) -> list[str]:
@@ -217,7 +218,7 @@ class Pass:
             features = family.element_features(elements).flatten(-2)
             self.state.add(name, features, drawn=drawn, share=self.freedom.get(name))
 
-    def scale(self, site: Mapping[str, Any]) -> Any:
+    def scale(self, site: Message) -> Any:
         """Returns the scale of a latent's density, by its site of a run of the model."""
         valid = self.derived.valid.get(site["name"])
         return site["scale"] if valid is None else site["scale"] * valid
@@ -295,7 +296,7 @@ class Pass:
                     f"conditional. Widen the prior, or make the guide with rules={{'{name}': 'learned'}}."
                 )
 
-    def _warn(self, finite: Mapping[str, Tensor]) -> None:
+    def _warn(self, finite: Values) -> None:
         """Warns once of each latent that is drawn from its prior where its exact conditional is not finite."""
         for name, each in finite.items():
             count = each.numel() - int(each.sum())

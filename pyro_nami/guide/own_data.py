@@ -26,7 +26,7 @@ from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.messages import warn
 from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng, untouched
-from pyro_nami.program.runner import is_fixed
+from pyro_nami.program.runner import Message, Values, is_fixed
 
 __all__ = ["OwnData"]
 
@@ -97,7 +97,7 @@ class OwnData:
         return replace(call, maps=self._maps.read(call)) if plan.map_plans else call
 
     @torch.no_grad()
-    def _covariates(self, call: Call) -> dict[str, Tensor]:
+    def _covariates(self, call: Call) -> Values:
         """Returns the covariates of every site, by runs of the model."""
         with untouched(call.program.model), pyro.validation_enabled(False):
             return covariate_values(
@@ -109,7 +109,7 @@ class OwnData:
             )
 
 
-def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
+def _look_at(call: Call, own: Values, plan: Plan) -> Look:
     """Returns what a run of the model has shown of a call, and of its ``own`` values, for others of its kind."""
     arguments: list[tuple[int | str, Any]] = [
         *enumerate(call.program.args),
@@ -191,13 +191,13 @@ def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
     return _with_own(call, plan, found)
 
 
-def _is_in_shape(site: Mapping[str, Any]) -> bool:
+def _is_in_shape(site: Message) -> bool:
     """Whether a value fits its site's shape; a conditioned model may keep data of another size than its arguments."""
     sizes = zip(reversed(torch.as_tensor(site["value"]).shape), reversed(site["fn"].shape()))
     return all(a == b or 1 in (a, b) for a, b in sizes)
 
 
-def _with_own(call: Call, plan: Plan, found: Mapping[str, Tensor]) -> Call:
+def _with_own(call: Call, plan: Plan, found: Values) -> Call:
     """Returns a call with values that its own arguments bring."""
     held = {name: value for name, value in found.items() if name in plan.semi_observed}
     return replace(

@@ -19,6 +19,7 @@ from pyro_nami.guide.rules import Learned, Rule, RuleNote
 from pyro_nami.messages import quoted
 from pyro_nami.parameters.conditioning import Plates, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.program.runner import Values
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.covariates import MASK
 from pyro_nami.reading.index_maps.decoding import MapPlan
@@ -75,7 +76,7 @@ class Covariates(NamedTuple):
 
     columns: Mapping[str, tuple] = {}  # site -> its covariates
     # values of the latents at the draws that they were found at
-    references: Sequence[Mapping[str, Tensor]] = ()
+    references: Sequence[Values] = ()
 
     def mask_column(self, name: str) -> int | None:
         """Returns which of a site's covariates is its mask, if one is."""
@@ -154,7 +155,7 @@ class Plan:
         return {plate: name for name, rule in self.learned.items() for plate in rule.factor.joint}
 
     @cached_property
-    def initial(self) -> dict[str, Tensor]:
+    def initial(self) -> Values:
         """First instances of the initial values of all latents."""
         return {name: site.initial for name, site in self.sites.items() if site.initial is not None}
 
@@ -173,7 +174,7 @@ class Plan:
         """Event dims of every site."""
         return {name: site.event_dim for name, site in self.sites.items()}
 
-    def leading(self, values: Mapping[str, Tensor]) -> torch.Size:
+    def leading(self, values: Values) -> torch.Size:
         """Returns the sizes of the batch dims of sites' values, and 1 for each plate dim."""
         return leading_shape(values, self.event_dims, self.plates.nesting)
 

@@ -9,7 +9,7 @@ latents it serves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,7 +31,7 @@ from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.parameters.additions import expert
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.masks import own_mask
-from pyro_nami.program.runner import changed_event_shape
+from pyro_nami.program.runner import Message, Values, changed_event_shape
 
 __all__ = [
     "Bounded",
@@ -82,7 +82,7 @@ class Rule:
         """Returns the distribution as the model gives it, without corrections, and whether it is exact."""
         return self.distribution(current, torch.Size(), None), True
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | Term:
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor | Term:
         """Returns the log density ``(*batch, *plates)`` in nats where all values are known, or what it is made of.
 
         Args:
@@ -92,11 +92,11 @@ class Rule:
         """
         raise NotImplementedError
 
-    def mask(self, site: Mapping[str, Any]) -> Tensor | None:
+    def mask(self, site: Message) -> Tensor | None:
         """Returns where the latent's density counts at its site of a run of the model; None: everywhere."""
         return None if self.is_flat else own_mask(site)
 
-    def masked(self, log_prob: Tensor, site: Mapping[str, Any]) -> Tensor:
+    def masked(self, log_prob: Tensor, site: Message) -> Tensor:
         """Returns a log density with zeros where the site is masked; as it is where no run of the model was needed."""
         mask = None if site["fn"] is None else self.mask(site)
         return log_prob if mask is None else torch.where(mask, log_prob, torch.zeros_like(log_prob))
@@ -121,7 +121,7 @@ class Prior(Rule):
     def distribution(self, current: Pass, batch_shape: torch.Size, prior: Any) -> TorchDistribution:
         return prior
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
         return self.masked(site["fn"].log_prob(value), site)
 
 
@@ -137,7 +137,7 @@ class Exact(Rule):
         fn = self.solved(current).conditional(self.name, current.values, len(batch_shape))
         return _expanded(fn, batch_shape)
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
         fn = self.solved(current).conditional(self.name, current.values)
         return self.masked(fn.log_prob(value), site)
 
@@ -197,7 +197,7 @@ class Learned(Rule):
             params = params.expand(target + params.shape[-2:])
         return self._at_once(current, state, family, params, anchor)
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | Term:
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor | Term:
         family = current.family(self.name)
         is_masked = site["fn"] is not None and self.mask(site) is not None
         anchor, params = self._anchor(family, site["fn"]), self._params(current.state)
@@ -265,7 +265,7 @@ class Located(Learned):
         fn = self._with_fixed(current, lambda state: self._bent(near, state, dims))
         return _expanded(fn, batch_shape)
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
         return self.masked(self._bent(self._near(current), current.state).log_prob(value), site)
 
     def note(self, current: Pass, elements: Tensor) -> None:
@@ -314,7 +314,7 @@ class Bounded(Learned):
         )
         return super().distribution(current, batch_shape, near)
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | Term:
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor | Term:
         near = self.solved(current).conditional(
             self.name, {**self._known(current), self.name: value}
         )
@@ -328,7 +328,7 @@ class Bounded(Learned):
             return conditionals
         return ConditionalsInTurn(conditionals, solved.terms(self.name, self._known(current)), dims)
 
-    def _known(self, current: Pass) -> dict[str, Tensor]:
+    def _known(self, current: Pass) -> Values:
         return {name: current.values[name] for name in self.before}
 
 

@@ -9,7 +9,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from pyro_nami.guide.rules import Exact, Located
 from pyro_nami.parameters.regression import regress
 from pyro_nami.program.isolation import on_ordinary_tensors
 from pyro_nami.program.masks import log_density_of
+from pyro_nami.program.runner import Sites, Values
 
 __all__ = ["DensityGuide"]
 
@@ -31,7 +32,7 @@ __all__ = ["DensityGuide"]
 class DensityGuide(LazyGuide):
     """A guide that takes values of all latents at once."""
 
-    def log_prob(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def log_prob(self, latents: Values, *args: Any, **kwargs: Any) -> Tensor:
         """Returns log q(latents | data) in nats, summed over sites and plates, in one dense pass.
 
         Args:
@@ -51,8 +52,8 @@ class DensityGuide(LazyGuide):
     def log_prob_of(
         self,
         weighted: bool,
-        latents: Mapping[str, Tensor],
-        sites: Mapping[str, Any] | None,
+        latents: Values,
+        sites: Sites | None,
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
@@ -71,8 +72,8 @@ class DensityGuide(LazyGuide):
     @on_ordinary_tensors
     def _log_prob(
         self,
-        latents: Mapping[str, Tensor],
-        sites: Mapping[str, Any] | None,
+        latents: Values,
+        sites: Sites | None,
         args: tuple,
         kwargs: dict[str, Any],
         names: Collection[str] | None = None,
@@ -107,7 +108,7 @@ class DensityGuide(LazyGuide):
             return total
 
     @torch.no_grad()
-    def regress(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
+    def regress(self, latents: Values, *args: Any, **kwargs: Any) -> None:
         """Starts an untrained guide at the linear regression on simulations; see `pyro_nami.parameters.regression`.
 
         Args:
@@ -122,9 +123,7 @@ class DensityGuide(LazyGuide):
         regress(self.network, current.state, targets, self._options.embeddings)
 
     @torch.no_grad()
-    def misfits(
-        self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any
-    ) -> dict[str, Tensor]:
+    def misfits(self, latents: Values, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Returns where draws of the model speak against what was derived from it; see `_misfits`.
 
         Args:
@@ -137,8 +136,8 @@ class DensityGuide(LazyGuide):
         return _misfits(*self._at(latents, args, kwargs), self._made().plates.nesting)
 
     def _at(
-        self, latents: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Pass, dict[str, Tensor], dict[str, Any]]:
+        self, latents: Values, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Pass, Values, Sites]:
         """Returns a pass that knows all values, the latents' values, and the sites of a run of the model at them."""
         call = self._begin(args, kwargs, draws=False)
         plan, state = self._made(), self._start(call)
@@ -149,9 +148,7 @@ class DensityGuide(LazyGuide):
         return current, values, sites
 
 
-def _misfits(
-    current: Pass, values: Mapping[str, Tensor], sites: Mapping[str, Any], nesting: int
-) -> dict[str, Tensor]:
+def _misfits(current: Pass, values: Values, sites: Sites, nesting: int) -> dict[str, Tensor]:
     """Returns latent -> boolean ``(2, simulations)``: whether its log density is not finite, or below all draws'.
 
     Args:
@@ -182,9 +179,7 @@ def _misfits(
     return found
 
 
-def _left_of_plates(
-    latents: Mapping[str, Tensor], plan: Plan, known: Collection[str]
-) -> dict[str, Tensor]:
+def _left_of_plates(latents: Values, plan: Plan, known: Collection[str]) -> Values:
     """Returns every latent's value with batch dims left of the plate dims; see `AutoNaMIGuide.log_prob`."""
     nesting = plan.plates.nesting
     wanted = [name for name in plan.rules if name not in known and name in plan.bayesnet.sites]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_nami.deriving.expansion import leading_shape
 from pyro_nami.program.memory import rows_in_memory
+from pyro_nami.program.runner import Values
 
 __all__ = ["DataSets", "Starts"]
 
@@ -30,9 +31,7 @@ class DataSets(NamedTuple):
     event_dims: Mapping[str, int]
 
     @classmethod
-    def of(
-        cls, values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int
-    ) -> DataSets | None:
+    def of(cls, values: Values, event_dims: Mapping[str, int], nesting: int) -> DataSets | None:
         """Returns the data sets of observed values ``(*batch, *plates, *event)``; None for a single one."""
         leading = leading_shape(values, event_dims, nesting)
         batch = leading[: len(leading) - nesting]
@@ -78,7 +77,7 @@ class Starts:
         self.is_renewed = is_renewed
         self._kept: dict[int, dict[str, Tensor]] = {}
 
-    def find(self, data: DataSets, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def find(self, data: DataSets, others: Values | None = None) -> dict[str, Tensor]:
         """Returns the stored values ``(*batch, *plates, *event)``.
 
         Unknown data sets have the values of ``others``, by default NaN. If all are unknown, ``others`` are returned.
@@ -92,7 +91,7 @@ class Starts:
             found[name] = torch.stack(rows).reshape(data.batch + like.shape)
         return found
 
-    def note(self, data: DataSets, values: Mapping[str, Tensor]) -> None:
+    def note(self, data: DataSets, values: Values) -> None:
         """Stores values of latents."""
         new = {name: data.rows(name, value.detach()) for name, value in values.items()}
         kept = next(iter(self._kept.values()), {})
