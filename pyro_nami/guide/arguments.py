@@ -33,7 +33,7 @@ class Arguments:
         (True, False)
     """
 
-    def __init__(self, leaves: Sequence[Any] = (), kept: bool = False) -> None:
+    def __init__(self, leaves: Sequence[Any], kept: bool = False) -> None:
         self._leaves = [(leaf, _stamp(leaf)) for leaf in leaves]
         self._kept = [
             leaf.detach().clone() if kept and isinstance(leaf, Tensor) else None for leaf in leaves

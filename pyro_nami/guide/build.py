@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.joint import to_sequence
-from pyro_nami.guide.call import Call
+from pyro_nami.guide.call import Call, Derived
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.draw import start_pass
 from pyro_nami.guide.first_call import FirstCall, first_call
@@ -36,7 +36,7 @@ from pyro_nami.program.isolation import random_layers, untouched
 from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.program import Program
 
-__all__ = ["assemble"]
+__all__ = ["Assembled", "assemble"]
 
 # features that a set is encoded as, and units of the encoder's hidden layer; ten times as many cost more than they give
 POOLED_FEATURES = 16
@@ -67,7 +67,7 @@ def assemble(
     args: tuple,
     kwargs: Mapping[str, Any],
     options: Options,
-    subsampled: Collection[str] = (),
+    subsampled: Collection[str],
 ) -> Assembled:
     """Returns what a guide is made of, from one call; see `first_call`."""
     layers = random_layers(model, *args, *kwargs.values())
@@ -117,7 +117,7 @@ def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> Pass:
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in plan.read}
-    call = Call(first.program, values=values, held=held)
+    call = Call(first.program, values=values, held=held, derived=Derived(None, {}, {}))
     return start_pass(plan, NetworkState(network, call.maps), call)
 
 
@@ -171,14 +171,13 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         activation=options.activation or torch.tanh,
         factory=plan.factory,
     )
-    if not network.simulated:
-        for name, rule in plan.learned.items():
-            network.places[name].set_units(options.init_scale, _anchor_scale(first, rule))
-        if not varying:
-            network.set_offsets(_offset_plates(first, network))
-    initial: dict[Hashable, Tensor] = {
-        name: _initial(first, rule, network) for name, rule in plan.learned.items()
-    }
+    initial: dict[Hashable, Tensor] = {}
+    for name, rule in plan.learned.items():
+        initial[name], anchor = _initial(first, rule, network)
+        if not network.simulated:
+            network.places[name].set_units(options.init_scale, anchor)
+    if not (network.simulated or varying):
+        network.set_offsets(_offset_plates(first, network))
     bounds = {factor.name: initial_bounds(first, child) for child, factor in plan.bounds.items()}
     network.starts = [{**initial, **dict(zip(bounds, each))} for each in zip(*bounds.values())] or [
         initial
@@ -197,46 +196,33 @@ def _positions(plan: Plan) -> list[Hashable]:
     return found
 
 
-def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor:
-    """Returns raw parameters ``(elements, raw)`` at the initial value, averaged over batch plates."""
-    value = first.nodes[rule.name]["value"]
-    scale = first.options.init_scale
-    factor = network.places[rule.name].factor
-    anchor = _anchor(first, rule)
-    if rule.expert and anchor is not None:
-        raw = initial_expert(rule.family, value, scale, anchor)
-    elif anchor is not None and factor.locations:
-        raw = rule.family.initial(value, (WIDEST_START * anchor[..., 1]).clamp(max=scale), anchor)
+def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> tuple[Tensor, Tensor]:
+    """Returns raw parameters ``(elements, raw)``, and scales of the anchor ``(elements,)``, at the initial value.
+
+    They are averaged over batch plates. Scales are ones if there is no anchor, and at least those of which the factor's
+    own first scale is the widest multiple, so that steps fit that.
+    """
+    site, scale, family = first.nodes[rule.name], first.options.init_scale, rule.family
+    factor, value = network.places[rule.name].factor, site["value"]
+    anchor = family.anchor(site["fn"]) if rule.anchored else None
+    unit = torch.ones(factor.num_elements)
+    if anchor is None or not factor.locations:
+        raw = family.initial(value, scale, anchor)
+    elif rule.expert:
+        raw = initial_expert(family, value, scale, anchor)
     else:
-        raw = rule.family.initial(value, scale, anchor)
+        raw = family.initial(value, (WIDEST_START * anchor[..., 1]).clamp(max=scale), anchor)
+        own = _averaged(first, anchor.log(), factor)[:, 1].exp()
+        unit = own.clamp(min=scale / WIDEST_START)
     raw = _averaged(first, raw, factor)
     if not factor.pseudo:
-        return raw
-    location = _averaged(first, rule.family.initial(value, scale), factor)[:, 0]
+        return raw, unit
+    location = _averaged(first, family.initial(value, scale), factor)[:, 0]
     sizes = first.plates.sizes
     sets = [each.pooled for each in factor.pseudo]  # and the mean number of instances in one
     counts = [sizes[each.plate] / math.prod(sizes[p] for p in each.onto) for each in sets]
     rows = initial_rows(location, scale, counts, factor.pseudo, network.affine(rule.name))
-    return torch.cat((raw, rows), -1)
-
-
-def _anchor(first: FirstCall, rule: Learned) -> Tensor | None:
-    return rule.family.anchor(first.nodes[rule.name]["fn"]) if rule.anchored else None
-
-
-def _anchor_scale(first: FirstCall, rule: Learned) -> Tensor:
-    """Returns the scale of a factor's anchor at the initial value, ``(elements,)``; ones if it has none.
-
-    That is at least the one of which the factor's own first scale is the widest multiple, so that steps fit that.
-    """
-    anchor = _anchor(first, rule)
-    if anchor is None or not rule.factor.locations or rule.expert:
-        return torch.ones(rule.factor.num_elements)
-    return (
-        _averaged(first, anchor.log(), rule.factor)[:, 1]
-        .exp()
-        .clamp(min=first.options.init_scale / WIDEST_START)
-    )
+    return torch.cat((raw, rows), -1), unit
 
 
 def _offset_plates(

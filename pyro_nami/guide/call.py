@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -98,29 +97,28 @@ class Derived(NamedTuple):
     surroundings: Surroundings | None = None
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments and data whose posterior a guide draws from.
 
     If the guide was called with other arguments than those of training, ``target`` is the call with these."""
 
     program: Program
-    indices: Mapping[str, Tensor] = field(default_factory=dict)  # subsampled plate -> its instances
+    indices: Mapping[str, Tensor] = {}  # subsampled plate -> its instances
     # observed site -> value that the factors read
-    values: Values = field(default_factory=dict)
+    values: Values = {}
     # what the model is run with in place of its own values
-    held: Values = field(default_factory=dict)
+    held: Values = {}
     # of a run at reference values, where one was needed
-    sites: Sites = field(default_factory=dict)
+    sites: Sites = {}
     lacking: frozenset[str] = frozenset()  # sites of the guide's first call that this one lacks
     # latents drawn from the model's own conditional: those that the first call lacked, or of rows that no data cover
     from_prior: tuple[str, ...] = ()
-    covariates: Values = field(default_factory=dict)  # site -> its covariates
+    covariates: Values = {}  # site -> its covariates
     # of the rows that the factors read
-    maps: IndexMaps = field(default_factory=lambda: IndexMaps({}, {}))
+    maps: IndexMaps = IndexMaps({}, {})
     # observed sites whose values move with the model's parameters
     moving: frozenset[str] = frozenset()
-    derived: Derived = field(default_factory=lambda: Derived(None, {}, {}))
+    derived: Derived = Derived(None, {}, {})
     target: TrainedAnswer | None = None
 
     @property

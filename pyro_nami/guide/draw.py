@@ -240,11 +240,7 @@ class _DrawingRun(Runner):
             msg["infer"], msg["mask"] = _own_infer(msg), _mask(current, rule, msg)
             fn = rule.distribution(current, msg["fn"].batch_shape, msg["fn"])
             msg["stop"] = name in current.outside.private
-            msg["fn"] = (
-                current.outside.one_for_each(fn, current.state.network.plates.nesting)
-                if msg["stop"]
-                else current.outside.see(fn)
-            )
+            msg["fn"] = current.one_for_each(fn) if msg["stop"] else current.outside.see(fn)
             msg["scale"] = current.scale(msg)
 
     def _postprocess_message(self, msg: Any) -> None:
@@ -263,7 +259,8 @@ def _draw_detached(current: Pass) -> None:
         if name in call.held:
             current.know(name, call.held[name])
     for name in current.plan.order:
-        if name in current.rules and name not in current.values and not current.rules[name].inside:
+        rule = current.rules.get(name)
+        if rule is not None and name not in current.values and not isinstance(rule, Prior):
             prior = None
             if current.family(name).varies:
                 prior = current.run(until=[name])[name]["fn"]
@@ -278,7 +275,7 @@ def _draw_at(current: Pass, name: str, site: Message, prior: Distribution | None
     rule = current.rules[name]
     fn = rule.distribution(current, shape, prior)
     if name in current.outside.private:
-        fn = current.outside.one_for_each(fn, current.state.network.plates.nesting)
+        fn = current.one_for_each(fn)
         current.take(name, fn(), fn, seen=False)
         return
     with _At({**site, "mask": _mask(current, rule, site), "scale": current.scale(site)}):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ def _changed(before: Reading, now: Reading, change: Callable[[Tensor], Tensor]) 
     args, kwargs = tree_unflatten(list(map(changed, old, leaves)), spec)
     program = now.call.program._replace(args=args, kwargs=kwargs)
     around = now.surroundings and now.surroundings.changed_from(before.surroundings, changed)
-    return now._replace(call=replace(now.call, program=program), surroundings=around)
+    return now._replace(call=now.call._replace(program=program), surroundings=around)
 
 
 def _rotate(frame: Any, value: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def first_call(
     program: Program,
     options: Options,
     subsampled: Collection[str],
-    random_layers: Sequence[nn.Module] = (),
+    random_layers: Sequence[nn.Module],
 ) -> FirstCall:
     """Returns what a first call shows. The model is left as it was; random number generators are not.
 

@@ -307,8 +307,7 @@ class _Joint:
             draws = {name: self._draws(layouts[name], name, sites[name]["fn"]) for name in layouts}
             like = self.plan.initial[group.members[0]]
             if group.form == "collapsed":
-                is_proper = not any(is_improper(sites[name]["fn"]) for name in layouts)
-                return self._collapsed(group, layouts, like, draws, is_proper)
+                return self._collapsed(group, layouts, like, draws, sites)
             middle, half = [], []
             for each in draws.values():  # the spread of the prior
                 center = each.median()
@@ -324,16 +323,14 @@ class _Joint:
         layouts: Mapping[str, Any],
         like: Tensor,
         draws: Values,
-        is_proper: bool,
+        sites: Sites,
     ) -> Collapsed:
         """Returns the conditionals of a group about the best mode that searches from draws of the prior lead to."""
-        nesting = self.plan.plates.nesting
-        plates = {}
-        for name, each in draws.items():
-            own = each.shape[1:-1]
-            plates[name] = torch.Size(
-                (1,) * (nesting - len(own)) + own[max(0, len(own) - nesting) :]
-            )
+        nesting, plates = self.plan.plates.nesting, {}
+        for name in layouts:
+            own = plate_shape(sites[name])
+            plates[name] = torch.Size((1,) * (nesting - len(own))) + own
+        is_proper = not any(is_improper(sites[name]["fn"]) for name in layouts)
         coordinates = LatentVector(layouts, plates, like)
         points = torch.cat([each.reshape(PRIOR_DRAWS, -1) for each in draws.values()], -1)
         others = [group for group in self.plan.groups.values() if not group.comes_first]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -93,7 +92,7 @@ class Memory:
         )
         held |= {name: value for name, value in values.items() if name not in call.moving}
         program = call.program._replace(args=args, kwargs=kwargs)
-        return replace(call, program=program, indices=indices, values=values, held=held)
+        return call._replace(program=program, indices=indices, values=values, held=held)
 
     def keep(self, reading: Reading) -> None:
         """Makes a frozen call, with its data, the one whose data the guide answers for."""

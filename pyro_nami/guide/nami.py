@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.ahead import DrawsAhead
-from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call, TrainedAnswer
 from pyro_nami.guide.draw import draw, draw_fresh, hand_out, is_predicting, start_pass
 from pyro_nami.guide.mode import Mode
@@ -254,9 +253,7 @@ class AutoNaMIGuide(DensityGuide):
         Returns:
             A sentence for each difference; none where the guide fits.
         """
-        before, subsampled = self._made(), self._subsampled(*args, **kwargs)
-        now = assemble(self.model, args, kwargs, self._options, subsampled)
-        return list(differences(before, now.plan))
+        return list(differences(self._made(), self._assembled(args, kwargs).plan))
 
     def extra_repr(self) -> str:
         if self._plan is None:
@@ -395,7 +392,7 @@ class AutoNaMIGuide(DensityGuide):
             return plan
         if self._many is None or self._many[0] is not plan:
             seed_rng(0)
-            few = [{**call.held, **self._drawn(replace(call, target=None))} for _ in range(3)]
+            few = [{**call.held, **self._drawn(call._replace(target=None))} for _ in range(3)]
             model = plan.for_many(unmapped(call.program.model))
             program, nesting = call.program._replace(model=model), plan.plates.nesting
             found, reason = for_many(program, nesting, partial(difference_at, few, nesting))

@@ -120,11 +120,6 @@ class Outside:
         """Returns a value with its batch dims as they lie in the model."""
         return value if self.relocation is None else self.relocation.value_inside(value, event_dim)
 
-    def one_for_each(self, fn: Any, nesting: int) -> Any:
-        """Returns a distribution with the batch dims of the plates around the guide, and ``nesting`` plate dims."""
-        ones = (1,) * (nesting - len(fn.batch_shape))
-        return fn.expand(self.sizes + ones + fn.batch_shape) if self.sizes else fn
-
 
 class Pass:
     """What is known so far in one pass over the latents.
@@ -222,6 +217,11 @@ class Pass:
         """Returns the scale of a latent's density, by its site of a run of the model."""
         valid = self.derived.valid.get(site["name"])
         return site["scale"] if valid is None else site["scale"] * valid
+
+    def one_for_each(self, fn: Any) -> Any:
+        """Returns a distribution with the batch dims of the plates around the guide, and all plate dims."""
+        sizes, ones = self.outside.sizes, self.plan.plates.nesting - len(fn.batch_shape)
+        return fn.expand(sizes + (1,) * ones + fn.batch_shape) if sizes else fn
 
     def take(self, name: str, value: Tensor, fn: TorchDistribution, seen: bool = True) -> Tensor:
         """Stores the value that outside handlers gave a latent; returns the value as the model sees it.

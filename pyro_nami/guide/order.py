@@ -38,9 +38,7 @@ class Search(NamedTuple):
     order: SamplingOrder
 
 
-def find_order(
-    first: FirstCall, search: Search, flaws: Mapping[str, str] | None = None
-) -> SamplingOrder:
+def find_order(first: FirstCall, search: Search, flaws: Mapping[str, str]) -> SamplingOrder:
     """Returns the sampling order that the first call and the options give.
 
     Args:
@@ -65,14 +63,14 @@ def find_order(
         )
     if finder and interleaved:
         local = {name: group for name, group in groups.items() if not _integrates(first, group)}
-        found = first_ones(first, inverse, order, local, flaws or {})
+        found = first_ones(first, inverse, order, local, flaws)
         if first.options.is_weighted and found is not None and found.form == "collapsed":
             groups = local
         else:
-            found = first_ones(first, inverse, order, groups, flaws or {})
+            found = first_ones(first, inverse, order, groups, flaws)
         rest = found.members if found else [name for name in order if name not in groups]
         groups.update(dict.fromkeys(found.members, found) if found else {})
-        for flaw in (flaws or {}).values():
+        for flaw in flaws.values():
             told = refused.keys() & set(rest)
             refused.update({name: f"{refused[name]}, and {flaw}" for name in told})
             lost.update(rest)
@@ -86,7 +84,7 @@ def find_order(
         if name not in order or refused.get(name) == OPEN:
             raise ValueError(improper_posterior(name))
     doubts = dict.fromkeys(finder.tests.open if finder else (), "no mode of it was found")
-    for flaw in (flaws or {}).values():
+    for flaw in flaws.values():
         doubts.update(dict.fromkeys(order, flaw))
     doubts = {name: doubts[name] for name in improper if name in doubts and name not in groups}
     return found_order._replace(groups=groups, refused=refused, lost=lost, doubts=doubts)

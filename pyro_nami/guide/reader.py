@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pyro
@@ -233,8 +232,8 @@ class CallReader:
             answer = found
         elif answer.moving:
             held = {name: value for name, value in answer.held.items() if name not in answer.moving}
-            answer = self.own.all_of(replace(answer, values=held, held=held))
-        return self._with_kept(replace(answer, target=target), True, self.memory.surroundings)
+            answer = self.own.all_of(answer._replace(values=held, held=held))
+        return self._with_kept(answer._replace(target=target), True, self.memory.surroundings)
 
     def _surroundings(self, call: Call) -> Surroundings:
         """Returns the model's surroundings at a call: the latest ones, while nothing in them has changed."""
@@ -269,7 +268,7 @@ class CallReader:
             is_mapped = isinstance(model, Vectorized)
             model = around.around(unmapped(model))
             model = Vectorized(model, self.plan.plates.nesting) if is_mapped else model
-        return replace(answer, program=answer.program._replace(model=model))
+        return answer._replace(program=answer.program._replace(model=model))
 
     def _is_whole(self, site: str) -> bool:
         """Whether a site is in no plate of which the model takes a part."""
@@ -308,7 +307,7 @@ class CallReader:
             return None
         kept = {name: value for name, value in answer.values.items() if self._is_whole(name)}
         held = {name: value for name, value in answer.held.items() if name in kept}
-        call = replace(answer, indices=own.indices, values=kept, held=held)
+        call = answer._replace(indices=own.indices, values=kept, held=held)
         counts = {plate: len(index) for plate, index in own.indices.items()}
         before = {plate: len(answer.indices.get(plate, own.indices[plate])) for plate in counts}
         try:
@@ -406,7 +405,7 @@ class CallReader:
         kept = derived.constants if constants and not call.indices else None
         around = around if is_fixed else None
         known = derived._replace(constants=kept, is_fixed=is_fixed, surroundings=around)
-        return replace(call, derived=known)
+        return call._replace(derived=known)
 
     def _without(self, absent: Sequence[str], own: Call, call: Call, given: bool) -> Call:
         """Returns the answer to a call that lacks data of some sites.
@@ -424,7 +423,7 @@ class CallReader:
         held = answer.values if answer is not None and mode is not Mode.AMORTIZED else {}
         values = {name: held[name] for name in absent if name in held and name not in moving}
         absent = [name for name in absent if name not in values]
-        own = replace(own, values={**own.values, **values}, held={**own.held, **values})
+        own = own._replace(values={**own.values, **values}, held={**own.held, **values})
         if not absent:
             return self._with_kept(self.own.completed(own))
         if not moving.issuperset(absent):
@@ -442,7 +441,7 @@ class CallReader:
             "the model's own conditional given all others."
         )
         own = self._with_kept(self.own.completed(own))
-        return replace(own, from_prior=(*own.from_prior, *unseen))
+        return own._replace(from_prior=(*own.from_prior, *unseen))
 
     def _explicit(self, own: Call) -> Call:
         """Returns the answer of a trained guide to a call with ``observations=``: what is derived is of these data."""
@@ -461,7 +460,7 @@ class CallReader:
                 "were learned on those alone and answer as they were trained. Train the guide on these data, or on "
                 "simulations by InferenceCompilation, for it to serve both."
             )
-        return self._with_kept(replace(own, from_prior=(*own.from_prior, *unseen)))
+        return self._with_kept(own._replace(from_prior=(*own.from_prior, *unseen)))
 
     def _data_of(self, call: Call) -> Data:
         """Returns the fingerprints by which a call's data are compared with those of training.
@@ -501,7 +500,7 @@ def _with_plain_arguments_of(call: Call, other: Call) -> Call:
         if not all(isinstance(leaf, PLAIN) for leaf in tree_leaves(value)):
             bound.arguments[name] = value
     program = call.program._replace(args=bound.args, kwargs=bound.kwargs)
-    return replace(call, program=program)
+    return call._replace(program=program)
 
 
 def _joined(leaves: Sequence[Any]) -> Tensor:

@@ -55,7 +55,6 @@ class Rule:
     # the latents whose exact conditionals are derived before this one is drawn
     group: ConjugateGroup | None = None
     reads_prior: bool = False  # whether its density takes the model's distribution at the site
-    inside: bool = False  # whether it can be drawn inside a run of the model only
     # whether all of it was masked at the guide's first call, which shows not what reads it
     is_untold: bool = False
     # whether its prior is flat where the model masks it, as something reads its value there
@@ -116,7 +115,6 @@ class Prior(Rule):
     kind = "prior"
 
     reads_prior: bool = True
-    inside: bool = True
 
     def distribution(self, current: Pass, batch_shape: torch.Size, prior: Any) -> TorchDistribution:
         return prior

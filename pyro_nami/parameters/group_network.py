@@ -113,11 +113,12 @@ class GroupNetwork:
     ) -> None:
         self.factors, self.steps = tuple(factors), tuple(steps)
         columns, latents = self.columns(0, len(steps)), frozenset(latents)
-        # Sources of data alone; in a group without plates they are not read where data are the same in every call.
+        # Sources of data alone. Where data are the same in every call, a group without plates does not read them.
         self.data = frozenset(
             column.source for column in columns if latents.isdisjoint(nodes_of(column.source))
         )
-        self.constant = frozenset() if factors[0].batch else self.data
+        is_varied = simulated or varying or bool(factors[0].batch)
+        self.constant = frozenset() if is_varied else self.data
         rows = sum(factor.num_elements * factor.num_rows for factor in factors)
         inputs = sum(column.last - column.first for column in columns)
         column_bytes = rows * COPIES * torch.empty(0, **factory).element_size()

@@ -161,8 +161,8 @@ class InverseNetwork(TrainedNetworks):
                 self.register_buffer(name, value)
 
     @functools.cached_property
-    def _read_when_constant(self) -> tuple[set[Source], set[Source]]:
-        """The sources that are still encoded, and those still summed, where data are the same in every call."""
+    def _read(self) -> tuple[set[Source], set[Source]]:
+        """The sources that are encoded, and those that are summed."""
         encoded, summed = set[Source](), set[Source]()
         for place in self.places.values():
             left = set(place.factor.sources) - place.group.constant
@@ -200,20 +200,21 @@ class InverseNetwork(TrainedNetworks):
             (shift, scale) if members == 1 else (shift.repeat(members, 1), scale.repeat(members, 1))
         )
 
-    def pooling(self, constant: bool) -> tuple[Pooling, Pooling]:
+    def pooling(self) -> tuple[Pooling, Pooling]:
         """Returns the encoders, and the sums of pseudo-observations, with their parameters read now.
 
-        Where the data are ``constant``, only those that are used: optimizers may fail at parameters without a gradient.
+        These are only those that are used, as optimizers may fail at parameters without a gradient.
         """
 
-        def bound(modules: Mapping[Pooled, Any], still_read: Collection[Source]) -> Pooling:
-            used = [source for source in modules if not constant or source in still_read]
+        def bound(modules: Mapping[Pooled, Any], used: Collection[Source]) -> Pooling:
             return {
-                s: functools.partial(modules[s].forward, weights=modules[s].weights()) for s in used
+                source: functools.partial(module.forward, weights=module.weights())
+                for source, module in modules.items()
+                if source in used
             }
 
         encoders, sums = self._pooling
-        encoded, summed = self._read_when_constant
+        encoded, summed = self._read
         return bound(encoders, encoded), bound(sums, summed)
 
     # ---- where weights start

@@ -68,10 +68,7 @@ class NetworkState:
         network: the networks.
         maps: the call's index maps.
         learning: whether the pass goes into averages if it is trained on.
-        constant: whether the data of training are the same in every step.
-        offsets: whether the call has the instances that offsets are of.
-        indices: subsampled plate -> its instances.
-        refinement: factor -> what is added to the parameters of this call's instances, ``(*plates, elements, params)``.
+        offsets: factor -> what is added to the parameters of this call's instances, ``(*plates, elements, params)``.
 
     Example:
         >>> from pyro_nami.parameters.conditioning import Direct, Plates
@@ -92,33 +89,19 @@ class NetworkState:
         maps: IndexMaps,
         *,
         learning: bool = False,
-        constant: bool = False,
-        offsets: bool = False,
-        indices: Mapping[str, Tensor] | None = None,
-        refinement: Mapping[Hashable, Tensor] | None = None,
+        offsets: Mapping[Hashable, Tensor] | None = None,
     ) -> None:
         self.network = network
-        self._remake = functools.partial(
-            NetworkState,
-            network,
-            maps,
-            constant=constant,
-            offsets=offsets,
-            indices=indices,
-            refinement=refinement,
-        )
-        self._constant = constant and not network.simulated
+        self._maps = maps
+        self._offsets = offsets or {}
         self._learning = learning and not network.simulated
         self._record: TrainingRecord | None = None
         if self._learning and not torch.jit.is_tracing():  # a compiled pass runs no Python
             network.quicken()
             if network.groups and network.groups[0].running.due:
                 self._record = TrainingRecord([], {})
-        self._offsets = network.offsets.start(indices) if offsets and not network.simulated else {}
-        for name, added in (refinement or {}).items():
-            self._offsets[name] = self._offsets[name] + added if name in self._offsets else added
         self._couplings = network.couplings.start()
-        self._sources = Sources(network.plates.dims, maps, *network.pooling(self._constant))
+        self._sources = Sources(network.plates.dims, maps, *network.pooling())
         self._groups = {group: GroupPass(group) for group in network.groups}
         self._drawn: set[Hashable] = set()
         self._hooked = False  # whether something was told to note gradients that come back
@@ -175,7 +158,7 @@ class NetworkState:
         """Centers the inputs that are data on those of this call, all of which must be known, or widens their units."""
         for group in self.network.groups:
             for source, first, last, start in group.columns(0, len(group.steps)):
-                if source in group.data:
+                if source in group.data - group.constant:
                     x = self._sources.value(source)[..., first:last]
                     group.running.settle(x, start, start + last - first)
             group.running.settled = True
@@ -189,8 +172,9 @@ class NetworkState:
     @functools.cached_property
     def _fixed(self) -> NetworkState:
         """This state with the outputs of networks detached, so that gradients come through draws only."""
+        offsets = {name: offset.detach() for name, offset in self._offsets.items()}
         with poutine.block(), torch.no_grad():
-            fixed = self._remake()
+            fixed = NetworkState(self.network, self._maps, offsets=offsets)
         fixed._sources.take(self._sources)
         return fixed
 
@@ -246,7 +230,7 @@ class NetworkState:
         factor = place.factor
         totals: list[Tensor | None] = []
         for each in factor.pseudo:
-            if self._constant and each.source in place.group.constant:
+            if each.source in place.group.constant:
                 totals.append(None)
             else:
                 total = each.of_elements(self._sources.total(each.source), factor.num_elements)
@@ -276,7 +260,7 @@ class NetworkState:
         ones = (1,) * self.network.plates.nesting
         parts = []
         for source, first, last, start in group.columns(begin, stop):
-            if self._constant and source in group.constant:
+            if source in group.constant:
                 parts.append(group.running.center[start : start + last - first].view(*ones, -1))
             else:
                 value = self._sources.value(source)
