@@ -35,7 +35,7 @@ __all__ = [
 
 
 class TrainedAnswer(NamedTuple):
-    """A call that is answered with the posterior of the training data.
+    """A call that is answered with the posterior of the training data; by default there is none.
 
     Attributes:
         call: the call.
@@ -46,11 +46,11 @@ class TrainedAnswer(NamedTuple):
         notice: what the user is to know of these; empty where there are none.
     """
 
-    call: Any
-    hidden: frozenset[str]
-    private: frozenset[str]
-    fresh: tuple[str, ...]
-    notice: str
+    call: Any = None
+    hidden: frozenset[str] = frozenset()
+    private: frozenset[str] = frozenset()
+    fresh: tuple[str, ...] = ()
+    notice: str = ""
 
 
 class Kept(NamedTuple):
@@ -119,7 +119,7 @@ class Call(NamedTuple):
     # observed sites whose values move with the model's parameters
     moving: frozenset[str] = frozenset()
     derived: Derived = Derived(None, {}, {})
-    target: TrainedAnswer | None = None
+    target: TrainedAnswer = TrainedAnswer()
 
     @property
     def leaves(self) -> list[Any]:

@@ -64,9 +64,7 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     rules = {name: rule for name, rule in plan.rules.items() if name not in call.lacking}
     rules |= {name: Prior(name) for name in call.from_prior}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
-    hidden, private = (
-        (frozenset[str](), frozenset[str]()) if call.target is None else call.target[1:3]
-    )
+    hidden, private = call.target.hidden, call.target.private
     rules = {name: rule for name, rule in rules.items() if name not in hidden or name in private}
     sizes = outer_sizes(plan.plates.nesting)
     outside = Outside(_relocation(plan), sizes, private, validate)
@@ -99,7 +97,7 @@ def _only_looks(handler: Any) -> bool:
 def hand_out(plan: Plan, call: Call, values: Values) -> dict[str, Tensor]:
     """Samples every latent at its site, with values drawn in advance; returns the values that outside handlers give."""
     sites, found = call.sites or sites_of(call, plan), dict[str, Tensor]()
-    hidden = call.lacking if call.target is None else call.lacking | call.target.hidden
+    hidden = call.lacking | call.target.hidden
     for name in [name for name in plan.rules if name in values and name not in hidden]:
         with _At(sites[name]):
             found[name] = pyro.sample(
@@ -108,8 +106,11 @@ def hand_out(plan: Plan, call: Call, values: Values) -> dict[str, Tensor]:
     return found
 
 
-def draw_fresh(current: Pass, target: TrainedAnswer) -> dict[str, Tensor]:
+def draw_fresh(current: Pass) -> dict[str, Tensor]:
     """Draws latents that training had no data for from the model's conditional given all others; returns the values."""
+    target: TrainedAnswer = current.call.target
+    if not target.fresh:
+        return {}
     rules = {name: Prior(name) for name in target.fresh}
     seen = current.outside
     outside = Outside(seen.relocation, seen.sizes, validate=seen.validate)
@@ -118,8 +119,7 @@ def draw_fresh(current: Pass, target: TrainedAnswer) -> dict[str, Tensor]:
     follow.values = {
         name: value for name, value in current.values.items() if name not in target.hidden
     }
-    if rules:
-        _draw_along(follow)
+    _draw_along(follow)
     follow.check()
     return outside.values
 

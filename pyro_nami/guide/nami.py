@@ -275,12 +275,12 @@ class AutoNaMIGuide(DensityGuide):
             Latent -> value, in model order.
         """
         call = self._begin(args, kwargs)
-        if call.target is None or call.indices or not is_predicting():
+        if call.target.call is None or call.indices or not is_predicting():
             return self._drawn(call)
-        found = self._drawn_ahead(call, call.target)
+        found = self._drawn_ahead(call)
         return self._drawn(call) if found is None else found
 
-    def _drawn_ahead(self, call: Call, target: TrainedAnswer) -> dict[str, Tensor] | None:
+    def _drawn_ahead(self, call: Call) -> dict[str, Tensor] | None:
         """Returns the next of the draws made in advance; None if the model cannot be run for many draws."""
         plan = self._made()
         with untouched(self.model), poutine.block():
@@ -292,12 +292,12 @@ class AutoNaMIGuide(DensityGuide):
 
         values = self._ahead.next((self.network.passes, id(call.values)), make)
         found = hand_out(plan, call, values)
-        if target.fresh:
+        if call.target.fresh:
             current = start_pass(plan, self._start(call), call)
             current.values.update(
                 {name: v.clone() if v.is_inference() else v for name, v in found.items()}
             )
-            found |= draw_fresh(current, target)
+            found |= draw_fresh(current)
         return {name: found[name] for name in (*plan.rules, *found) if name in found}
 
     def _drawn(
@@ -311,7 +311,7 @@ class AutoNaMIGuide(DensityGuide):
         try:
             with self.network.with_gradient():
                 draw(current)
-                fresh = draw_fresh(current, call.target) if call.target is not None else {}
+                fresh = draw_fresh(current)
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
         found = {**current.outside.values, **fresh}
@@ -392,7 +392,10 @@ class AutoNaMIGuide(DensityGuide):
             return plan
         if self._many is None or self._many[0] is not plan:
             seed_rng(0)
-            few = [{**call.held, **self._drawn(call._replace(target=None))} for _ in range(3)]
+            few = [
+                {**call.held, **self._drawn(call._replace(target=TrainedAnswer()))}
+                for _ in range(3)
+            ]
             model = plan.for_many(unmapped(call.program.model))
             program, nesting = call.program._replace(model=model), plan.plates.nesting
             found, reason = for_many(program, nesting, partial(difference_at, few, nesting))

@@ -369,7 +369,7 @@ class CallReader:
                 )
             return own
         answer = self._answer(answer, call, own, is_step=backward is not None)
-        if backward is not None and not tracing and answer.target is not None:
+        if backward is not None and not tracing:
             # no step could be scored given those that this call has no place for
             if answer.target.private:
                 return self._with_kept(own)

@@ -83,11 +83,8 @@ class DensityGuide(LazyGuide):
             call = self._begin(args, kwargs, draws=False)
             plan, state = self._made(), self._start(call)
             target = call.target
-            hidden = target.hidden if target is not None else frozenset()
-            new = [
-                *call.from_prior,
-                *(name for name in (target.fresh if target else ()) if name not in plan.rules),
-            ]
+            hidden = target.hidden
+            new = [*call.from_prior, *(name for name in target.fresh if name not in plan.rules)]
             if new:
                 raise ValueError(new_site(new[0]))
             values = _left_of_plates(latents, plan, call.held.keys() | call.lacking | hidden)
@@ -100,7 +97,7 @@ class DensityGuide(LazyGuide):
             total = self.network.zero()
             for log_prob in densities(start_pass(plan, state, call), values, sites, names):
                 total = total + sum_plates(log_prob, plan.plates.nesting)
-            if target is not None and target.fresh:
+            if target.fresh:
                 fresh = _left_of_plates(latents, plan, plan.rules.keys() - target.fresh)
                 sites = target.call.run({**values, **fresh}, until=fresh)
                 for name in fresh:
