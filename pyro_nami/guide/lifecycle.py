@@ -321,10 +321,10 @@ class LazyGuide(AutoGuide):
                 state = NetworkState(network, call.maps)
                 self._tell(state, call)
                 state.settle()
-        offsets = network.offsets.start(call.indices) if has_first_sizes(call, plan) else {}
-        for name, added in (refinement or {}).items():
-            offsets[name] = offsets[name] + added if name in offsets else added
-        state = NetworkState(network, call.maps, learning=learning, offsets=offsets)
+        indices = call.indices if has_first_sizes(call, plan) else None
+        state = NetworkState(
+            network, call.maps, learning=learning, indices=indices, refinement=refinement
+        )
         self._tell(state, call)
         return state
 

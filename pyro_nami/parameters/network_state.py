@@ -68,7 +68,8 @@ class NetworkState:
         network: the networks.
         maps: the call's index maps.
         learning: whether the pass goes into averages if it is trained on.
-        offsets: factor -> what is added to the parameters of this call's instances, ``(*plates, elements, params)``.
+        indices: subsampled plate -> its instances; None for a call that lacks the instances that offsets are of.
+        refinement: factor -> what is added to the parameters of this call's instances, ``(*plates, elements, params)``.
 
     Example:
         >>> from pyro_nami.parameters.conditioning import Direct, Plates
@@ -89,17 +90,20 @@ class NetworkState:
         maps: IndexMaps,
         *,
         learning: bool = False,
-        offsets: Mapping[Hashable, Tensor] | None = None,
+        indices: Mapping[str, Tensor] | None = None,
+        refinement: Mapping[Hashable, Tensor] | None = None,
     ) -> None:
         self.network = network
         self._maps = maps
-        self._offsets = offsets or {}
         self._learning = learning and not network.simulated
         self._record: TrainingRecord | None = None
         if self._learning and not torch.jit.is_tracing():  # a compiled pass runs no Python
             network.quicken()
             if network.groups and network.groups[0].running.due:
                 self._record = TrainingRecord([], {})
+        self._offsets = {} if indices is None else network.offsets.start(indices)
+        for name, added in (refinement or {}).items():
+            self._offsets[name] = self._offsets[name] + added if name in self._offsets else added
         self._couplings = network.couplings.start()
         self._sources = Sources(network.plates.dims, maps, *network.pooling())
         self._groups = {group: GroupPass(group) for group in network.groups}
@@ -172,9 +176,9 @@ class NetworkState:
     @functools.cached_property
     def _fixed(self) -> NetworkState:
         """This state with the outputs of networks detached, so that gradients come through draws only."""
-        offsets = {name: offset.detach() for name, offset in self._offsets.items()}
         with poutine.block(), torch.no_grad():
-            fixed = NetworkState(self.network, self._maps, offsets=offsets)
+            fixed = NetworkState(self.network, self._maps)
+        fixed._offsets = {name: offset.detach() for name, offset in self._offsets.items()}
         fixed._sources.take(self._sources)
         return fixed
 
