@@ -165,15 +165,11 @@ def target_of(call: Any, before: Sites, now: Sites, plan: Plan) -> TrainedAnswer
         for name in latents
         if name in open_sites and _extent(now, name) != _extent(before, name)
     ]
-    new = [name for name in now if name in open_sites and name not in plan.names]
     barren = [name for name in latents if isinstance(plan.rules[name], Prior)]
-    hidden = frozenset(
-        name for name in latents if name not in open_sites or name in other or name in barren
-    )
+    own = {*other, *barren}
+    hidden = frozenset(name for name in latents if name not in open_sites or name in own)
     fresh = tuple(
-        name
-        for name in now
-        if name in open_sites and (name in other or name in new or name in barren)
+        name for name in now if name in open_sites and (name in own or name not in plan.names)
     )
     untold = tuple(name for name in fresh if name not in barren)
     return TrainedAnswer(

@@ -80,13 +80,7 @@ class Memory:
 
     def _copied(self, call: Call) -> Call:
         copies: dict[int, Tensor] = {}
-        parts = (
-            call.program.args,
-            dict(call.program.kwargs),
-            dict(call.indices),
-            dict(call.values),
-            dict(call.held),
-        )
+        parts = *call.program[1:], call.indices, call.values, call.held
         args, kwargs, indices, values, held = tree_map_only(
             Tensor, lambda value: copies.setdefault(id(value), value.detach().clone()), parts
         )
@@ -99,12 +93,8 @@ class Memory:
         before, self.kept, call = self.kept, reading, reading.call
         if before is not None and before.call is call:
             return
-        self.context = (
-            call.program.args,
-            dict(call.program.kwargs),
-            dict(call.indices),
-            dict(call.values),
-        )
+        _, args, kwargs = call.program
+        self.context = args, dict(kwargs), dict(call.indices), dict(call.values)
         if before is not None and self.history.is_trained:
             self.has_one_context = False
 

@@ -23,7 +23,7 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
 from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.backward import Backward
-from pyro_nami.parameters.conditioning import covariates_of, site_of
+from pyro_nami.parameters.conditioning import covariates_of
 from pyro_nami.program.isolation import untouched
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import signature_of
@@ -469,17 +469,15 @@ class CallReader:
         (a residual, say) are the same if the arguments are.
         """
         plan = self.plan
-        values: dict[Hashable, Tensor] = {}
-        for name in plan.read:
-            if name in call.values and name not in call.moving:
-                values[name] = call.values[name]
-        values |= {covariates_of(name): value for name, value in call.covariates.items()}
-        parts = plan.plates.subsampled
-        values = {
-            node: each
-            for node, each in values.items()
-            if parts.isdisjoint(plan.sites[site_of(node)].plates)
+        known = {name: call.values[name] for name in plan.read if name in call.values}
+        values: dict[Hashable, Tensor] = {
+            name: value
+            for name, value in known.items()
+            if name not in call.moving and self._is_whole(name)
         }
+        for name, value in call.covariates.items():
+            if self._is_whole(name):
+                values[covariates_of(name)] = value
         if call.moving:
             values[_ARGUMENTS] = _joined(call.program.leaves())
         return self.memory.data_of(values)

@@ -121,7 +121,7 @@ class DensityGuide(LazyGuide):
 
     @torch.no_grad()
     def misfits(self, latents: Values, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Returns where draws of the model speak against what was derived from it; see `_misfits`.
+        """Returns where draws of the model speak against what was derived from it.
 
         Args:
             latents, *args, **kwargs: of many draws, as for `log_prob`.
@@ -130,7 +130,27 @@ class DensityGuide(LazyGuide):
             Latent -> for each draw whether its log density, given the others and the data, is not finite, and whether
             it is below those of 64 draws from the conditional, ``(2, draws)``.
         """
-        return _misfits(*self._at(latents, args, kwargs), self._made().plates.nesting)
+        current, values, sites = self._at(latents, args, kwargs)
+        nesting, found = current.plan.plates.nesting, {}
+        for name, value in values.items():
+            rule = current.rules[name]
+            if rule.group is None:
+                continue
+            each: Any = rule.log_prob(current, value, sites[name])
+            own = sum_plates(each, nesting)
+            low = torch.zeros_like(own, dtype=torch.bool)
+            if isinstance(rule, (Exact, Located)) and sites[name]["mask"] is None:
+                fn = rule.distribution(current, each.shape, None)
+                try:
+                    others = sum_plates(fn.log_prob(fn.sample((CHECKED_DRAWS,))), nesting)
+                    low = own < others.amin(0)
+                except torch.OutOfMemoryError:
+                    raise
+                except (RuntimeError, ValueError):
+                    # A value that is no number; its log density shows it.
+                    pass
+            found[name] = torch.stack([~own.isfinite(), low])
+        return found
 
     def _at(
         self, latents: Values, args: tuple, kwargs: dict[str, Any]
@@ -143,37 +163,6 @@ class DensityGuide(LazyGuide):
         current = start_pass(plan, state, call)
         know_all(current, values, sites)
         return current, values, sites
-
-
-def _misfits(current: Pass, values: Values, sites: Sites, nesting: int) -> dict[str, Tensor]:
-    """Returns latent -> boolean ``(2, simulations)``: whether its log density is not finite, or below all draws'.
-
-    Args:
-        current: a pass that knows all values.
-        values: of the latents.
-        sites: of a run of the model at these values.
-        nesting: number of plate dims.
-    """
-    found = {}
-    for name, value in values.items():
-        rule = current.rules[name]
-        if rule.group is not None:
-            each: Any = rule.log_prob(current, value, sites[name])
-            own = sum_plates(each, nesting)
-            low = torch.zeros_like(own, dtype=torch.bool)
-            if isinstance(rule, (Exact, Located)) and sites[name]["mask"] is None:
-                fn = rule.distribution(current, each.shape, None)
-                try:
-                    low = own < sum_plates(fn.log_prob(fn.sample((CHECKED_DRAWS,))), nesting).amin(
-                        0
-                    )
-                except torch.OutOfMemoryError:
-                    raise
-                except (RuntimeError, ValueError):
-                    # A value that is no number; its log density shows it.
-                    pass
-            found[name] = torch.stack([~own.isfinite(), low])
-    return found
 
 
 def _left_of_plates(latents: Values, plan: Plan, known: Collection[str]) -> Values:
