@@ -94,7 +94,9 @@ class NetworkState:
         refinement: Mapping[Hashable, Tensor] | None = None,
     ) -> None:
         self.network = network
-        self._maps = maps
+        self._remake = functools.partial(
+            NetworkState, network, maps, indices=indices, refinement=refinement
+        )
         self._learning = learning and not network.simulated
         self._record: TrainingRecord | None = None
         if self._learning and not torch.jit.is_tracing():  # a compiled pass runs no Python
@@ -177,8 +179,7 @@ class NetworkState:
     def _fixed(self) -> NetworkState:
         """This state with the outputs of networks detached, so that gradients come through draws only."""
         with poutine.block(), torch.no_grad():
-            fixed = NetworkState(self.network, self._maps)
-        fixed._offsets = {name: offset.detach() for name, offset in self._offsets.items()}
+            fixed = self._remake()
         fixed._sources.take(self._sources)
         return fixed
 
