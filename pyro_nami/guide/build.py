@@ -329,7 +329,7 @@ def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:
         [bound.predictor(site["fn"]).detach().reshape(-1, event.numel()) for site in runs]
     )
     found = []
-    least = torch.finfo(s.dtype).eps ** 0.5
+    least = torch.finfo(torch.float32).eps ** 0.5
     for weights in (torch.ones_like(s), bound.relevance(s) + torch.finfo(s.dtype).tiny):
         mean, square = ((weights * each).sum(0) / weights.sum(0) for each in (s, s.square()))
         xi = bound.tightest(value, mean.reshape(event), square.reshape(event)).expand(value.shape)
