@@ -18,6 +18,7 @@ __all__ = ["TrainedNetworks", "TrainingRecord"]
 
 MAX_GRADIENT = 10.0  # length of a gradient, in units of the usual one
 SHARE = 0.01  # of the latest gradient in the usual length
+FIRST_PASSES = 10  # of which no gradient is unusual
 
 
 class TrainingRecord(NamedTuple):
@@ -108,7 +109,7 @@ class TrainedNetworks(PyroModule):
         """
         with torch.no_grad():  # as the gradient may have a graph of its own
             usual, length = self.usual[self._index[name]], gradient.norm()
-            known = usual > 0
+            known = (usual > 0) & (self.passes > FIRST_PASSES)
             lost = known & ~length.isfinite()
             most = torch.where(known, MAX_GRADIENT * usual, torch.inf)
             taken = torch.minimum(length, most).where(~lost, usual)
