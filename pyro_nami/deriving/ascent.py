@@ -33,6 +33,7 @@ NEAR = 1e-2
 # Nats that a further step would gain at a mode, which is off by 0.008 deviations then.
 ENOUGH = TOLERANCE * MAX_ERROR
 PATIENCE = 2  # how many times as many evaluations others may take as the highest search
+ARMIJO = 1e-4  # share of the expected gain that a step has to have (Nocedal and Wright 2006, 3.1)
 LONGEST = 3.0  # units, or deviations, of a first step at most
 SHARES = 1.0, 0.3, 0.1, 0.03  # of a Newton step, tried until one rises
 ASIDE = 0.3  # deviations to both sides, between which slopes are compared; at a tenth of it rounding shows
@@ -112,7 +113,7 @@ def ascend(slopes: Slopes, start: Tensor, unit: Tensor, eps: float) -> Ascent:
         now, below = at.height.clone(), at.slope.clone()
         now[moved], below[moved] = slopes((at.place + step)[moved])
         rounding = ROUNDING * eps * at.height.abs().nan_to_num()
-        is_higher = going & (now >= at.height + TOLERANCE * expected - rounding)
+        is_higher = going & (now >= at.height + ARMIJO * expected - rounding)
         # the maximum of the parabola through both heights with the slope at the first
         cut = expected / (2 * (at.height + expected - now).clamp(min=1e-300))
         shorter = length * cut.nan_to_num(0.1).clamp(0.1, 0.5)

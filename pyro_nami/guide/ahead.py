@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_nami.program.many_draws import FEWEST_DRAWS
+from pyro_nami.program.runner import Values
 
 __all__ = ["DrawsAhead"]
 
 # draws in one pass; 128 take about twice the time of 64 in models of 1,000 rows
 MOST_DRAWS = 64
 
-Make = Callable[[int, int], Mapping[str, Tensor]]  # number of draws, seed -> draws of every latent
+Make = Callable[[int, int], Values]  # number of draws, seed -> draws of every latent
 
 
 class DrawsAhead:
@@ -36,7 +37,7 @@ class DrawsAhead:
     """
 
     def __init__(self) -> None:
-        self._draws: Mapping[str, Tensor] = {}
+        self._draws: Values = {}
         self._count, self._place = 0, 0  # of draws, and the next one
         self._key: Any = None
         self._left: Tensor | None = None  # state of the generator when the last call left it
@@ -44,7 +45,7 @@ class DrawsAhead:
     def __reduce__(self) -> Any:  # a copy has draws of its own
         return DrawsAhead, ()
 
-    def next(self, key: Any, make: Make) -> dict[str, Tensor]:
+    def next(self, key: Any, make: Make) -> Values:
         """Returns the next draw of every latent of a posterior, of which ``key`` tells.
 
         ``make(count, seed)`` makes draws, ``(count, *site shape)`` each, and leaves the generator as it was.

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 __all__ = ["Arguments", "Cache", "Look", "Looks", "is_array"]
+
+T = TypeVar("T")
 
 # looks kept at calls whose arguments differ in numbers only; where all are equal, other numbers do not matter either
 LOOKS = 8
@@ -32,7 +34,7 @@ class Arguments:
         (True, False)
     """
 
-    def __init__(self, leaves: Sequence[Any] = (), kept: bool = False) -> None:
+    def __init__(self, leaves: Sequence[Any], kept: bool = False) -> None:
         self._leaves = [(leaf, _stamp(leaf)) for leaf in leaves]
         self._kept = [
             leaf.detach().clone() if kept and isinstance(leaf, Tensor) else None for leaf in leaves
@@ -67,12 +69,13 @@ class Cache:
     def __reduce__(self) -> Any:
         return Cache, ()
 
-    def get(self, name: Hashable, leaves: Sequence[Any], make: Callable[[], Any]) -> Any:
+    def get(self, name: Hashable, leaves: Sequence[Any], make: Callable[[], T]) -> T:
         """Returns the result of a name that was made from ``leaves``; else what ``make`` returns, which is kept."""
         kept = self._kept.get(name)
         if kept is None or not kept[0].are(leaves):
             kept = self._kept[name] = Arguments(leaves), make()
-        return kept[1]
+        found: T = kept[1]
+        return found
 
     def clear(self) -> None:
         """Forgets all results."""

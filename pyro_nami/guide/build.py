@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.joint import to_sequence
-from pyro_nami.guide.call import Call
+from pyro_nami.guide.call import Call, Derived
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.draw import start_pass
 from pyro_nami.guide.first_call import FirstCall, first_call
@@ -36,7 +36,7 @@ from pyro_nami.program.isolation import random_layers, untouched
 from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.program import Program
 
-__all__ = ["assemble"]
+__all__ = ["Assembled", "assemble"]
 
 # features that a set is encoded as, and units of the encoder's hidden layer; ten times as many cost more than they give
 POOLED_FEATURES = 16
@@ -44,7 +44,6 @@ POOLED_FEATURES = 16
 WIDEST_START = 2.0
 # instances from which an observed site is standardized by its own data; fewer have no spread to speak of
 ENOUGH_ROWS = 5
-BOUND_RANGE = 1e-3, 1e3  # of the parameters of a bound at first
 
 
 class Assembled(NamedTuple):
@@ -54,11 +53,13 @@ class Assembled(NamedTuple):
         plan: the plan.
         network: the networks of all factors at their initial values.
         tables: what was derived for the latents that come first; see `Derived`.
+        prototype: a run at the initial values.
     """
 
     plan: Plan
     network: InverseNetwork
     tables: dict[Any, Any]
+    prototype: poutine.Trace
 
 
 def assemble(
@@ -66,9 +67,9 @@ def assemble(
     args: tuple,
     kwargs: Mapping[str, Any],
     options: Options,
-    subsampled: Collection[str] = (),
-) -> tuple[Assembled, poutine.Trace]:
-    """Returns what a guide is made of, and a run at the initial values, from one call; see `first_call`."""
+    subsampled: Collection[str],
+) -> Assembled:
+    """Returns what a guide is made of, from one call; see `first_call`."""
     layers = random_layers(model, *args, *kwargs.values())
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         first = first_call(Program(model, args, kwargs), options, subsampled, layers)
@@ -91,7 +92,7 @@ def assemble(
                 "are too few data, or where a covariate tells outcomes apart without an error. It is learned as if "
                 f"there were one; give '{name}' a proper prior."
             )
-        return found, first.prototype
+        return found
 
 
 def _found(first: FirstCall, may_skip: bool = True) -> Assembled:
@@ -105,25 +106,25 @@ def _found(first: FirstCall, may_skip: bool = True) -> Assembled:
     search = search_forms(first, cut, skipped)
     while True:
         plan, network = _planned(first, find_order(first, search, flaws))
-        call, current = _first_pass(first, plan, network)
-        more, found = check_first(plan, call, current)
+        current = _first_pass(first, plan, network)
+        more, found = check_first(current)
         if skipped and (more or not any(each.comes_first for each in plan.groups.values())):
             return _found(first, may_skip=False)
         if not (more or found):
-            return Assembled(plan, network, call.derived.tables)
+            return Assembled(plan, network, current.call.derived.tables, first.prototype)
         flaws.update(more)
         if found:
             cut.update(found)
             search = search_forms(first, cut)
 
 
-def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> tuple[Call, Pass]:
-    """Returns a call with the first call's data, and a pass of which nothing is known yet."""
+def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> Pass:
+    """Returns a pass over the latents of a call with the first call's data, of which nothing is known yet."""
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in plan.read}
-    call = Call(first.program, values=values, held=held)
-    return call, start_pass(plan, NetworkState(network, call.maps), call)
+    call = Call(first.program, values=values, held=held, derived=Derived(None, {}, {}))
+    return start_pass(plan, NetworkState(network, call.maps), call)
 
 
 def _planned(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork]:
@@ -176,14 +177,13 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         activation=options.activation or torch.tanh,
         factory=plan.factory,
     )
-    if not network.simulated:
-        for name, rule in plan.learned.items():
-            network.places[name].set_units(options.init_scale, _anchor_scale(first, rule))
-        if not varying:
-            network.set_offsets(_offset_plates(first, network))
-    initial: dict[Hashable, Tensor] = {
-        name: _initial(first, rule, network) for name, rule in plan.learned.items()
-    }
+    initial: dict[Hashable, Tensor] = {}
+    for name, rule in plan.learned.items():
+        initial[name], anchor = _initial(first, rule, network)
+        if not network.simulated:
+            network.places[name].set_units(options.init_scale, anchor)
+    if not (network.simulated or varying):
+        network.set_offsets(_offset_plates(first, network))
     bounds = {factor.name: initial_bounds(first, child) for child, factor in plan.bounds.items()}
     network.starts = [{**initial, **dict(zip(bounds, each))} for each in zip(*bounds.values())] or [
         initial
@@ -202,46 +202,33 @@ def _positions(plan: Plan) -> list[Hashable]:
     return found
 
 
-def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor:
-    """Returns raw parameters ``(elements, raw)`` at the initial value, averaged over batch plates."""
-    value = first.nodes[rule.name]["value"]
-    scale = first.options.init_scale
-    factor = network.places[rule.name].factor
-    anchor = _anchor(first, rule)
-    if rule.expert and anchor is not None:
-        raw = initial_expert(rule.family, value, scale, anchor)
-    elif anchor is not None and factor.locations:
-        raw = rule.family.initial(value, (WIDEST_START * anchor[..., 1]).clamp(max=scale), anchor)
+def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> tuple[Tensor, Tensor]:
+    """Returns raw parameters ``(elements, raw)``, and scales of the anchor ``(elements,)``, at the initial value.
+
+    They are averaged over batch plates. Scales are ones if there is no anchor, and at least those of which the factor's
+    own first scale is the widest multiple, so that steps fit that.
+    """
+    site, scale, family = first.nodes[rule.name], first.options.init_scale, rule.family
+    factor, value = network.places[rule.name].factor, site["value"]
+    anchor = family.anchor(site["fn"]) if rule.anchored else None
+    unit = torch.ones(factor.num_elements)
+    if anchor is None or not factor.locations:
+        raw = family.initial(value, scale, anchor)
+    elif rule.expert:
+        raw = initial_expert(family, value, scale, anchor)
     else:
-        raw = rule.family.initial(value, scale, anchor)
+        raw = family.initial(value, (WIDEST_START * anchor[..., 1]).clamp(max=scale), anchor)
+        own = _averaged(first, anchor.log(), factor)[:, 1].exp()
+        unit = own.clamp(min=scale / WIDEST_START)
     raw = _averaged(first, raw, factor)
     if not factor.pseudo:
-        return raw
-    location = _averaged(first, rule.family.initial(value, scale), factor)[:, 0]
+        return raw, unit
+    location = _averaged(first, family.initial(value, scale), factor)[:, 0]
     sizes = first.plates.sizes
     sets = [each.pooled for each in factor.pseudo]  # and the mean number of instances in one
     counts = [sizes[each.plate] / math.prod(sizes[p] for p in each.onto) for each in sets]
     rows = initial_rows(location, scale, counts, factor.pseudo, network.affine(rule.name))
-    return torch.cat((raw, rows), -1)
-
-
-def _anchor(first: FirstCall, rule: Learned) -> Tensor | None:
-    return rule.family.anchor(first.nodes[rule.name]["fn"]) if rule.anchored else None
-
-
-def _anchor_scale(first: FirstCall, rule: Learned) -> Tensor:
-    """Returns the scale of a factor's anchor at the initial value, ``(elements,)``; ones if it has none.
-
-    That is at least the one of which the factor's own first scale is the widest multiple, so that steps fit that.
-    """
-    anchor = _anchor(first, rule)
-    if anchor is None or not rule.factor.locations or rule.expert:
-        return torch.ones(rule.factor.num_elements)
-    return (
-        _averaged(first, anchor.log(), rule.factor)[:, 1]
-        .exp()
-        .clamp(min=first.options.init_scale / WIDEST_START)
-    )
+    return torch.cat((raw, rows), -1), unit
 
 
 def _offset_plates(
@@ -271,7 +258,7 @@ def _averaged(first: FirstCall, raw: Tensor, factor: Factor) -> Tensor:
     count = raw.shape[-1]
     raw = raw.expand(first.nodes[factor.name]["fn"].batch_shape + raw.shape[-2:]).flatten(-2)
     raw = raw[(None,) * (1 + first.plates.nesting - raw.dim())]
-    raw = to_sequence(raw, [first.plates.dims[plate] for plate in factor.joint])
+    raw = to_sequence(raw, factor.dims)
     return raw.reshape(-1, raw.shape[-1]).mean(0).reshape(factor.num_elements, count)
 
 
@@ -292,7 +279,7 @@ def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tens
     )
     for name, chosen in plan.columns.items():
         rows = values[name].reshape(-1, len(chosen))
-        standard[covariates_of(name)] = _standardization(rows, rows, plan.factory)
+        standard[covariates_of(name)] = _standardization(rows, plan.factory)
     return standard
 
 
@@ -308,18 +295,16 @@ def _site_standard(first: FirstCall, plan: Plan, name: str) -> tuple[Tensor, Ten
         here = seen if len(seen) else torch.zeros_like(here)
     drawn = [rows(draw[name]) for draw in first.draws if name in draw]
     plenty = site["is_observed"] and len(here) >= ENOUGH_ROWS
-    return _standardization(here if plenty or not drawn else torch.cat(drawn), here, plan.factory)
+    return _standardization(here if plenty or not drawn else torch.cat(drawn), plan.factory)
 
 
-def _standardization(
-    rows: Tensor, here: Tensor, factory: Mapping[str, Any]
-) -> tuple[Tensor, Tensor]:
+def _standardization(rows: Tensor, factory: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns (shift, scale) from rows of raw features; zeros and ones (categories) are left as they are."""
-    rows, here = rows.to(**factory), here.to(**factory)
+    rows = rows.to(**factory)
+    center = rows.mean(0)
+    spread = torch.ones_like(center)
     if len(rows) > 1:
         center, spread = center_and_spread(rows)
-    else:
-        center, spread = here.mean(0), torch.ones_like(here[0])
     usable = spread.isfinite() & (spread > 1e-6 * center.abs()) & (spread > 0)
     left = ((rows == 0) | (rows == 1)).all(0)
     scale = torch.where(usable & ~left, 1 / spread, torch.ones_like(spread))
@@ -350,9 +335,10 @@ def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:
         [bound.predictor(site["fn"]).detach().reshape(-1, event.numel()) for site in runs]
     )
     found = []
+    least = torch.finfo(torch.float32).eps ** 0.5
     for weights in (torch.ones_like(s), bound.relevance(s) + torch.finfo(s.dtype).tiny):
         mean, square = ((weights * each).sum(0) / weights.sum(0) for each in (s, s.square()))
         xi = bound.tightest(value, mean.reshape(event), square.reshape(event)).expand(value.shape)
-        xi = xi.reshape(-1, event.numel()).clamp(*BOUND_RANGE).log().mean(0).exp()
+        xi = xi.reshape(-1, event.numel()).clamp(least, 1 / least).log().mean(0).exp()
         found.append((xi + (-torch.expm1(-xi)).log()).unsqueeze(-1))
     return tuple(found)

@@ -5,25 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.mode import Data
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import Prior
+from pyro_nami.messages import quoted
 from pyro_nami.parameters.inputs import IndexMaps
 from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import Runner
+from pyro_nami.program.runner import Runner, Sites, Values
 from pyro_nami.program.surroundings import Surroundings
 
 __all__ = [
     "Call",
     "Derived",
+    "Kept",
     "Reading",
     "TrainedAnswer",
     "reference_values",
@@ -33,7 +35,7 @@ __all__ = [
 
 
 class TrainedAnswer(NamedTuple):
-    """A call that is answered with the posterior of the training data.
+    """A call that is answered with the posterior of the training data; by default there is none.
 
     Attributes:
         call: the call.
@@ -44,11 +46,37 @@ class TrainedAnswer(NamedTuple):
         notice: what the user is to know of these; empty where there are none.
     """
 
-    call: Any
-    hidden: frozenset[str]
-    private: frozenset[str]
-    fresh: tuple[str, ...]
-    notice: str
+    call: Any = None
+    hidden: frozenset[str] = frozenset()
+    private: frozenset[str] = frozenset()
+    fresh: tuple[str, ...] = ()
+    notice: str = ""
+
+
+class Kept(NamedTuple):
+    """What the conditionals of a group were found to be, kept for other calls with the same data.
+
+    Attributes:
+        arguments: all that they were found from.
+        conditionals: None if they depend on the model's parameters.
+        sites: of the members, at a run in the surroundings.
+        surroundings: what the model read there besides its arguments; None if that is not known.
+        near: the Normal about a mode that they were found from, if they were.
+        values, height: of a group that comes first, two draws of all latents, and their log density with the data, in
+            nats.
+    """
+
+    arguments: Arguments
+    conditionals: Any = None
+    sites: Sites = {}
+    surroundings: Surroundings | None = None
+    near: Any = None
+    values: Values = {}
+    height: Any = None
+
+    def holds(self, call: Any) -> bool:
+        """Whether a call has the same arguments and data, in the same surroundings."""
+        return self.surroundings is call.derived.surroundings and self.arguments.are(call.sources)
 
 
 class Derived(NamedTuple):
@@ -56,7 +84,7 @@ class Derived(NamedTuple):
 
     Attributes:
         constants: of exact conditionals at the data of training; None where the call has other data.
-        tables: group that comes first -> what was found for the latest call.
+        tables: group that comes first -> what was found for the latest call, `Kept`.
         starts: group -> the warm starts of its mode search, `Starts`.
         is_fixed: whether the data of training stay, whatever arguments later calls have.
         surroundings: what the model reads besides its arguments, the same object while that stays; None if not known.
@@ -69,30 +97,29 @@ class Derived(NamedTuple):
     surroundings: Surroundings | None = None
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments and data whose posterior a guide draws from.
 
     If the guide was called with other arguments than those of training, ``target`` is the call with these."""
 
     program: Program
-    indices: Mapping[str, Tensor] = field(default_factory=dict)  # subsampled plate -> its instances
+    indices: Mapping[str, Tensor] = {}  # subsampled plate -> its instances
     # observed site -> value that the factors read
-    values: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Values = {}
     # what the model is run with in place of its own values
-    held: Mapping[str, Tensor] = field(default_factory=dict)
+    held: Values = {}
     # of a run at reference values, where one was needed
-    sites: Mapping[str, Any] = field(default_factory=dict)
+    sites: Sites = {}
     lacking: frozenset[str] = frozenset()  # sites of the guide's first call that this one lacks
     # latents drawn from the model's own conditional: those that the first call lacked, or of rows that no data cover
     from_prior: tuple[str, ...] = ()
-    covariates: Mapping[str, Tensor] = field(default_factory=dict)  # site -> its covariates
+    covariates: Values = {}  # site -> its covariates
     # of the rows that the factors read
-    maps: IndexMaps = field(default_factory=lambda: IndexMaps({}, {}))
+    maps: IndexMaps = IndexMaps({}, {})
     # observed sites whose values move with the model's parameters
     moving: frozenset[str] = frozenset()
-    derived: Derived = field(default_factory=lambda: Derived(None, {}, {}))
-    target: TrainedAnswer | None = None
+    derived: Derived = Derived(None, {}, {})
+    target: TrainedAnswer = TrainedAnswer()
 
     @property
     def leaves(self) -> list[Any]:
@@ -105,7 +132,7 @@ class Call:
         known = {**self.held, **self.values}
         return [*self.program.leaves(), *(known[name] for name in sorted(known))]
 
-    def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    def run(self, values: Mapping[str, Any], **options: Any) -> Sites:
         """Returns the sites of a hidden run of the model on this call's arguments and instances; see `Runner`."""
         return self.program.run(Runner(values, self.indices, **options))
 
@@ -123,32 +150,26 @@ class Reading(NamedTuple):
     data: Data | None = None
     surroundings: Surroundings | None = None
 
-    def sites(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    def sites(self, values: Mapping[str, Any], **options: Any) -> Sites:
         """Returns the sites of a run of the model on these data."""
         with self.surroundings.restored() if self.surroundings else nullcontext():
             return self.call.run(values, **options)
 
 
-def target_of(
-    call: Any, before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan
-) -> TrainedAnswer:
+def target_of(call: Any, before: Sites, now: Sites, plan: Plan) -> TrainedAnswer:
     """Returns how a call with sites ``now`` differs from the call that answers it, with sites ``before``."""
     latents = [name for name in plan.rules if name in before and not before[name]["is_observed"]]
     open_sites = {name for name in now if is_latent(now[name]) and not is_passing(now[name])}
     other = [
         name
         for name in latents
-        if name in open_sites and _extent(now[name]) != _extent(before[name])
+        if name in open_sites and _extent(now, name) != _extent(before, name)
     ]
-    new = [name for name in now if name in open_sites and name not in plan.names]
     barren = [name for name in latents if isinstance(plan.rules[name], Prior)]
-    hidden = frozenset(
-        name for name in latents if name not in open_sites or name in other or name in barren
-    )
+    own = {*other, *barren}
+    hidden = frozenset(name for name in latents if name not in open_sites or name in own)
     fresh = tuple(
-        name
-        for name in now
-        if name in open_sites and (name in other or name in new or name in barren)
+        name for name in now if name in open_sites and (name in own or name not in plan.names)
     )
     untold = tuple(name for name in fresh if name not in barren)
     return TrainedAnswer(
@@ -170,7 +191,7 @@ def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def sites_of(call: Any, plan: Plan) -> Mapping[str, Any]:
+def sites_of(call: Any, plan: Plan) -> Sites:
     """Returns the sites of a run of the model on a call's arguments, at reference values of its latents."""
     with torch.no_grad(), forked_rng():
         found: Mapping[str, Any] = call.run(reference_values(plan))
@@ -191,18 +212,12 @@ def reference_values(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _extent(site: Mapping[str, Any]) -> tuple:
-    """Returns the sizes of a site's batch dims and event dims, with full sizes of subsampled plates."""
-    batch, fn = list(site["fn"].batch_shape), site["fn"]
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized and -frame.dim <= len(batch):
-            batch[frame.dim] = frame.full_size or frame.size
-    while batch and batch[0] == 1:
-        batch.pop(0)
-    return tuple(batch), tuple(fn.event_shape)
+def _extent(sites: Sites, name: str) -> tuple:
+    """Returns the plates around a site, with their full sizes, and its event shape."""
+    return _plates(sites, (name,)), sites[name]["fn"].event_shape
 
 
-def _notice(fresh: tuple[str, ...], before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _notice(fresh: tuple[str, ...], before: Sites, now: Sites) -> str:
     if not fresh:
         return ""
     sizes, trained = _plates(now, fresh), _plates(before, fresh)
@@ -212,15 +227,14 @@ def _notice(fresh: tuple[str, ...], before: Mapping[str, Any], now: Mapping[str,
         if trained.get(plate, size) != size
     ]
     reason = f" ({'; '.join(others)})" if others else ""
-    names = ", ".join(map(repr, fresh))
     return (
-        f"The guide was trained on data without {names} as this call has them{reason}: they are drawn from the model's "
-        "own conditional given all others, whatever data this call brings. To infer them from data, pass these as "
-        "observations={site: value}, or train the guide on them."
+        f"The guide was trained on data without {quoted(fresh)} as this call has them{reason}: they are drawn from the "
+        "model's own conditional given all others, whatever data this call brings. To infer them from data, pass these "
+        "as observations={site: value}, or train the guide on them."
     )
 
 
-def _plates(sites: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, int]:
+def _plates(sites: Sites, names: tuple[str, ...]) -> dict[str, int]:
     """Returns the plates around some sites, with their full sizes."""
     frames = [frame for name in names if name in sites for frame in sites[name]["cond_indep_stack"]]
     return {frame.name: frame.full_size or frame.size for frame in frames if frame.vectorized}

@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall
+from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates
 from pyro_nami.messages import warn
-from pyro_nami.program.many_draws import FEWEST_DRAWS
+from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS
 from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.program.program import Program
+from pyro_nami.program.runner import Sites, Values
 from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
 
 __all__ = ["covariate_values", "find_covariates"]
@@ -50,14 +51,14 @@ def find_covariates(first: FirstCall) -> Covariates:
 
 def _search(
     first: FirstCall, sites: Collection[str]
-) -> tuple[dict[str, ColumnSearch], list[dict[str, Tensor]]]:
+) -> tuple[dict[str, ColumnSearch], list[Values]]:
     """Returns site -> its finished search for covariates, and the draws of latents that the searches used."""
     searches = {name: ColumnSearch(_MOST_COVARIATES) for name in sites}
     explained: dict[str, ColumnSearch] = {}
-    references: list[dict[str, Tensor]] = []
+    references: list[Values] = []
     draws = list(first.draws)
     for _ in range(_MOST_COVARIATES):
-        draws = draws or first.program.prior_draws(PRIOR_DRAWS)
+        draws = draws or first.program.prior_draws(MANY_DRAWS)
         if not draws:
             break
         draw = _first_instances(first, draws.pop(0))
@@ -107,7 +108,7 @@ def _given(first: FirstCall, sites: Collection[str]) -> Covariates:
     return Covariates({name: found for name, found in columns.items() if found}, [initial])
 
 
-def _first_instances(first: FirstCall, values: Mapping[str, Any]) -> dict[str, Tensor]:
+def _first_instances(first: FirstCall, values: Mapping[str, Any]) -> Values:
     return {
         name: first_instance(values[name], first.nodes[name])
         for name in first.net.sites
@@ -119,9 +120,9 @@ def covariate_values(
     covariates: Covariates,
     option: Any,
     program: Program,
-    run: Callable[[Mapping[str, Tensor]], Mapping[str, Any]],
+    run: Callable[[Values], Sites],
     lacking: Collection[str] = (),
-) -> dict[str, Tensor]:
+) -> Values:
     """Returns site -> covariates ``(*batch, columns)``, for every site that has some and that is not ``lacking``.
 
     ``option`` is the guide's option ``covariates``, ``run`` runs the program at a reference draw.

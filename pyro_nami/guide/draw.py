@@ -8,7 +8,6 @@ run follows only if some latents are drawn from the model's own conditional.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -32,7 +31,7 @@ from pyro_nami.deriving.expansion import plate_shape
 from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call, TrainedAnswer, sites_of
 from pyro_nami.guide.derivation import derive, valid_at
-from pyro_nami.guide.one_pass import Outside, Pass
+from pyro_nami.guide.one_pass import Outside, Pass, Term, log_density_of_terms
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import Prior, Rule
 from pyro_nami.messages import quoted, warn
@@ -40,7 +39,7 @@ from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.plate_dims import outer_sizes
-from pyro_nami.program.runner import Runner
+from pyro_nami.program.runner import Message, Runner, Sites, Values
 
 __all__ = [
     "densities",
@@ -65,13 +64,11 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     rules = {name: rule for name, rule in plan.rules.items() if name not in call.lacking}
     rules |= {name: Prior(name) for name in call.from_prior}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
-    hidden, private = (
-        (frozenset[str](), frozenset[str]()) if call.target is None else call.target[1:3]
-    )
+    hidden, private = call.target.hidden, call.target.private
     rules = {name: rule for name, rule in rules.items() if name not in hidden or name in private}
-    outside = Outside(_relocation(plan), outer_sizes(plan.plates.nesting), private)
-    deriving = functools.partial(derive, plan, call)
-    current = Pass(rules, plan.families, state, deriving, outside, validate)
+    sizes = outer_sizes(plan.plates.nesting)
+    outside = Outside(_relocation(plan), sizes, private, validate)
+    current = Pass(plan, call, state, derive, rules=rules, outside=outside)
     # what is compiled knows of no other data set
     if call.derived.is_fixed and plan.groups and torch.jit.is_tracing():
         one = valid_at(plan, call, quoted(plan.groups), "mode='minibatches' or mode='amortized'")
@@ -97,10 +94,10 @@ def _only_looks(handler: Any) -> bool:
     return looks or isinstance(handler, ConditionMessenger) and not handler.data
 
 
-def hand_out(plan: Plan, call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def hand_out(plan: Plan, call: Call, values: Values) -> dict[str, Tensor]:
     """Samples every latent at its site, with values drawn in advance; returns the values that outside handlers give."""
     sites, found = call.sites or sites_of(call, plan), dict[str, Tensor]()
-    hidden = call.lacking if call.target is None else call.lacking | call.target.hidden
+    hidden = call.lacking | call.target.hidden
     for name in [name for name in plan.rules if name in values and name not in hidden]:
         with _At(sites[name]):
             found[name] = pyro.sample(
@@ -109,39 +106,43 @@ def hand_out(plan: Plan, call: Call, values: Mapping[str, Tensor]) -> dict[str, 
     return found
 
 
-def draw_fresh(current: Pass, plan: Plan, target: TrainedAnswer) -> dict[str, Tensor]:
+def draw_fresh(current: Pass) -> dict[str, Tensor]:
     """Draws latents that training had no data for from the model's conditional given all others; returns the values."""
+    target: TrainedAnswer = current.call.target
+    if not target.fresh:
+        return {}
     rules = {name: Prior(name) for name in target.fresh}
-    deriving = functools.partial(derive, plan, target.call)
-    outside = Outside(current.outside.relocation, current.outside.sizes)
-    follow = Pass(rules, {}, current.state, deriving, outside, current.validate)
+    seen = current.outside
+    outside = Outside(seen.relocation, seen.sizes, validate=seen.validate)
+    known = current.plan, target.call, current.state
+    follow = Pass(*known, derive, rules=rules, families={}, outside=outside)
     follow.values = {
         name: value for name, value in current.values.items() if name not in target.hidden
     }
-    if rules:
-        _draw_along(follow, plan, target.call)
+    _draw_along(follow)
     follow.check()
     return outside.values
 
 
-def draw(current: Pass, plan: Plan, call: Call) -> None:
+def draw(current: Pass) -> None:
     """Draws every latent of a call, at sites that the handlers outside see."""
-    if not plan.sampling.interleaved:
-        _draw_detached(current, plan, call)
-    if plan.sampling.interleaved or current.left():
-        _draw_along(current, plan, call)
+    interleaved = current.plan.sampling.interleaved
+    if not interleaved:
+        _draw_detached(current)
+    if interleaved or current.left():
+        _draw_along(current)
 
 
-def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
+def _draw_along(current: Pass) -> None:
     """Draws all latents that are left, stage by stage: in a run of the model, then from derived conditionals."""
     for drawn, group in stages_of(current.rules, current.values):
         if drawn:
-            run = _DrawingRun(drawn, current, plan, call)
-            call.program.run(run)
+            run = _DrawingRun(drawn, current)
+            current.call.program.run(run)
             if run.missing:
                 raise ValueError(missing_site(min(run.missing)))
         if group is not None:
-            _draw_group(group, current, call)
+            _draw_group(group, current)
 
 
 def stages_of(
@@ -185,15 +186,15 @@ def stages_of(
         yield tuple(waiting), None
 
 
-def _draw_group(group: ConjugateGroup, current: Pass, call: Call) -> None:
+def _draw_group(group: ConjugateGroup, current: Pass) -> None:
     """Draws the members of a group from the conditionals that the model gives; these are derived first."""
     current.derive(group)
     known = current.values.keys() | current.derived.observed
     left = [name for name in group.members if name in current.rules and name not in known]
-    sites: Mapping[str, Any] = current.derived.sites
+    sites: Sites = current.derived.sites
     if not sites.keys() >= set(left):
         with forked_rng():  # as draws shall not depend on what was derived before
-            sites = call.run({**call.held, **current.values}, until=left)
+            sites = current.run(until=left)
     for name in left:
         if current.rules[name].group is not None:
             _draw_at(current, name, sites[name])
@@ -204,13 +205,14 @@ class _DrawingRun(Runner):
 
     Args:
         drawn: the latents, behind the last of which the run ends.
-        current, plan, call: as for `draw`.
+        current: as for `draw`.
     """
 
-    def __init__(self, drawn: Collection[str], current: Pass, plan: Plan, call: Call) -> None:
+    def __init__(self, drawn: Collection[str], current: Pass) -> None:
+        call = current.call
         super().__init__({**call.held, **current.values}, call.indices, until=drawn)
         self._current = current
-        self._plan = plan
+        self._plan: Plan = current.plan
         self._to_draw = frozenset(drawn)
         self._drawn: set[str] = set()
 
@@ -238,11 +240,7 @@ class _DrawingRun(Runner):
             msg["infer"], msg["mask"] = _own_infer(msg), _mask(current, rule, msg)
             fn = rule.distribution(current, msg["fn"].batch_shape, msg["fn"])
             msg["stop"] = name in current.outside.private
-            msg["fn"] = (
-                current.outside.one_for_each(fn, current.state.network.plates.nesting)
-                if msg["stop"]
-                else current.outside.see(fn)
-            )
+            msg["fn"] = current.one_for_each(fn) if msg["stop"] else current.outside.see(fn)
             msg["scale"] = current.scale(msg)
 
     def _postprocess_message(self, msg: Any) -> None:
@@ -254,22 +252,22 @@ class _DrawingRun(Runner):
         super()._postprocess_message(msg)
 
 
-def _draw_detached(current: Pass, plan: Plan, call: Call) -> None:
+def _draw_detached(current: Pass) -> None:
     """Draws every latent whose rule takes no prior in sampling order, outside of the model."""
+    call = current.call
     for name in current.left():
         if name in call.held:
             current.know(name, call.held[name])
-    for name in plan.order:
-        if name in current.rules and name not in current.values and not current.rules[name].inside:
+    for name in current.plan.order:
+        rule = current.rules.get(name)
+        if rule is not None and name not in current.values and not isinstance(rule, Prior):
             prior = None
             if current.family(name).varies:
-                prior = call.run({**call.held, **current.values}, until=[name])[name]["fn"]
+                prior = current.run(until=[name])[name]["fn"]
             _draw_at(current, name, call.sites[name], prior)
 
 
-def _draw_at(
-    current: Pass, name: str, site: Mapping[str, Any], prior: Distribution | None = None
-) -> None:
+def _draw_at(current: Pass, name: str, site: Message, prior: Distribution | None = None) -> None:
     """Draws a latent after the run of the model that its site is from, with the site's plates, mask and scale."""
     shape = site["fn"].batch_shape
     if current.rules[name].group is not None:  # at points of an expansion the site has further dims
@@ -277,14 +275,14 @@ def _draw_at(
     rule = current.rules[name]
     fn = rule.distribution(current, shape, prior)
     if name in current.outside.private:
-        fn = current.outside.one_for_each(fn, current.state.network.plates.nesting)
+        fn = current.one_for_each(fn)
         current.take(name, fn(), fn, seen=False)
         return
     with _At({**site, "mask": _mask(current, rule, site), "scale": current.scale(site)}):
         current.take(name, pyro.sample(name, current.outside.see(fn)), fn)
 
 
-def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
+def _mask(current: Pass, rule: Rule, site: Message) -> Tensor | None:
     """Returns the mask of a latent's density; warns if all of the latent was masked at the first call."""
     mask = rule.mask(site)
     untold = rule.is_untold and mask is not None and not torch.jit.is_tracing() and bool(mask.any())
@@ -299,7 +297,7 @@ def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
 class _At(Messenger):
     """Gives a message the plates, scale, mask and ``infer`` of a site of the model."""
 
-    def __init__(self, site: Mapping[str, Any]) -> None:
+    def __init__(self, site: Message) -> None:
         super().__init__()
         self._site = site
 
@@ -309,7 +307,7 @@ class _At(Messenger):
         msg["infer"] = _own_infer(self._site)
 
 
-def _own_infer(site: Mapping[str, Any]) -> dict[str, Any]:
+def _own_infer(site: Message) -> dict[str, Any]:
     """Returns a site's ``infer`` without the entries that enumeration adds in the model."""
     return {key: value for key, value in site["infer"].items() if key not in _OF_THE_MODEL}
 
@@ -328,33 +326,35 @@ def _relocation(plan: Plan) -> Relocation | None:
 
 def densities(
     current: Pass,
-    plan: Plan,
-    call: Call,
-    values: Mapping[str, Tensor],
-    sites: Mapping[str, Any],
+    values: Values,
+    sites: Sites,
     names: Collection[str],
 ) -> Iterator[Tensor]:
     """Yields terms ``(*batch, *plates)`` in nats whose sum is the log density of the latents in ``names``.
 
     ``sites`` are those of a run of the model at all latents' ``values``, where one was needed.
     """
-    know_all(current, plan, call, values, sites)
+    know_all(current, values, sites)
     nothing: dict[str, Any] = {"fn": None, "mask": None}
+    alike: dict[tuple, list[Term]] = {}
     for name in (name for name in values if name in names):
-        log_prob = current.rules[name].log_prob(current, values[name], sites.get(name) or nothing)
-        if log_prob is not None:
-            yield log_prob
-    yield from current.together()
+        found = current.rules[name].log_prob(current, values[name], sites.get(name) or nothing)
+        if isinstance(found, Tensor):
+            yield found
+            continue
+        alike.setdefault(found.key(), []).append(found)
+        if found.log_abs_det is not None:
+            yield -found.log_abs_det
+    yield from map(log_density_of_terms, alike.values())
 
 
-def know_all(
-    current: Pass, plan: Plan, call: Call, values: Mapping[str, Tensor], sites: Mapping[str, Any]
-) -> None:
+def know_all(current: Pass, values: Values, sites: Sites) -> None:
     """Makes the values of all latents known to a pass. Their supports are told from the sites of a run of the model."""
+    held = current.call.held
     current.values.update(values)
-    for name in plan.order:
-        if name in call.held:
-            current.know(name, call.held[name])
+    for name in current.plan.order:
+        if name in held:
+            current.know(name, held[name])
         elif name in values:
             current.family(name, sites[name]["fn"] if name in sites else None)
             current.know(name, values[name])

@@ -22,6 +22,7 @@ from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.first_call import FirstCall
+from pyro_nami.program.runner import Message, Values
 from pyro_nami.program.site_values import redraw
 from pyro_nami.reading.changes import moved
 
@@ -94,7 +95,7 @@ def without_predictive(
     return BayesNet(sites, edges, net.plate_sizes, net.nesting), eliminated
 
 
-def _count(site: Mapping[str, Any] | None) -> int:
+def _count(site: Message | None) -> int:
     """Returns how many elements a site has that are independent given its parents; 1 if they are not."""
     if site is None or without(site["fn"], Independent).event_shape != ():
         return 1
@@ -126,7 +127,7 @@ def _reads(
 def _note_moves(
     first: FirstCall,
     name: str,
-    values: Mapping[str, Tensor],
+    values: Values,
     reads: Mapping[str, Tensor],
     looked: Sequence[int],
 ) -> bool:
@@ -141,7 +142,7 @@ def _note_moves(
     other = redraw(before[name]["fn"], base)
     count = len(next(iter(reads.values()))[0])
 
-    def moves(changed: Tensor) -> dict[str, Tensor]:
+    def moves(changed: Tensor) -> Values:
         """Which elements of children move with those of the site that are ``changed``, ``(elements,)``."""
         event = before[name]["fn"].event_shape if count > 1 else ()
         mixed = torch.where(changed.to(base.device).reshape(event), other, base)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from pyro_nami.guide.call import Reading
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.initial_values import near_origin
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.runner import Sites
 
 __all__ = ["exchangeable_plates"]
 
@@ -75,7 +75,7 @@ def _reference(site: Any) -> Tensor | None:
         return None
 
 
-def _may_be_of(frame: Any, before: Reading, now: Reading, sites: Mapping[str, Any]) -> bool:
+def _may_be_of(frame: Any, before: Reading, now: Reading, sites: Sites) -> bool:
     """Whether rotating data and latents along a plate rotates the log densities of all ``sites``."""
     values = {
         name: _along(site["value"], site, frame) for name, site in sites.items() if is_latent(site)
@@ -122,7 +122,7 @@ def _changed(before: Reading, now: Reading, change: Callable[[Tensor], Tensor]) 
     args, kwargs = tree_unflatten(list(map(changed, old, leaves)), spec)
     program = now.call.program._replace(args=args, kwargs=kwargs)
     around = now.surroundings and now.surroundings.changed_from(before.surroundings, changed)
-    return now._replace(call=replace(now.call, program=program), surroundings=around)
+    return now._replace(call=now.call._replace(program=program), surroundings=around)
 
 
 def _rotate(frame: Any, value: Tensor) -> Tensor:

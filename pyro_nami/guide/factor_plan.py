@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,10 +53,6 @@ class PlannedFactors(NamedTuple):
     plates: Plates
     covariates: Covariates
     read: set[str]  # observed sites that some factor or group reads
-
-    def corrected_group(self, name: str) -> ConjugateGroup | None:
-        """Returns the group whose conditional networks correct; None for a latent without such a conditional."""
-        return self.groups.get(name) if name in self.factors else None
 
 
 def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
@@ -197,9 +194,7 @@ def _factor_of(
     frames = {node: first.frames[site_of(node)] for node in reads}
     batch = plates.closure(first.frames[name] - joint)
     flattened = plates.sort(joint)
-    elements = family.num_elements
-    for plate in flattened:
-        elements *= plates.sizes[plate]
+    elements = family.num_elements * math.prod(plates.sizes[plate] for plate in flattened)
     # What the block couples, its members read across.
     coupled = plates.closure(joint)
     reads = {
@@ -224,7 +219,7 @@ def _factor_of(
     return Factor(
         name,
         batch,
-        flattened,
+        {plate: (plates.dims[plate], plates.sizes[plate]) for plate in flattened},
         elements,
         family.num_params,
         family.num_features,
@@ -257,7 +252,7 @@ def _bound_factors(
             frames = {node: first.frames[site_of(node)] for node in nodes}
             sources = plan_sources(batch, {node: Read() for node in nodes}, frames, plates)
             found[child] = Factor(
-                ("bound", child), batch, (), fn.event_shape.numel(), 1, 1, sources
+                ("bound", child), batch, {}, fn.event_shape.numel(), 1, 1, sources
             )
     return found
 
@@ -292,13 +287,7 @@ def _in_turn(
     events = sum(first.nodes[child]["fn"].event_shape.numel() for child in group.children)
     if not apart or events * sum(factor.num_elements for factor in own) > MOST_PAIRS:
         return group
-    dims, sizes = first.plates.dims, first.plates.sizes
-    orders = {
-        factor.name: Order(
-            factor.num_elements, [dims[p] for p in factor.joint], [sizes[p] for p in factor.joint]
-        )
-        for factor in own
-    }
+    orders = {factor.name: Order(factor.num_elements, factor.dims, factor.sizes) for factor in own}
     nesting, draw = first.plates.nesting, first.draws[0]
     bounded: Expansion = LinearBernoulli(group, (1,) * nesting, nesting, False, orders=orders)
     try:

@@ -23,25 +23,22 @@ from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, seed_rng, untouched
-from pyro_nami.program.many_draws import difference_at, for_many
+from pyro_nami.program.many_draws import MANY_DRAWS, difference_at, for_many
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import Runner
+from pyro_nami.program.runner import Runner, Sites
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.changes import moved
 from pyro_nami.reading.extraction import Extraction, extract, is_blocked
 from pyro_nami.reading.masked_latents import read_where_masked
 
 __all__ = [
-    "PRIOR_DRAWS",
     "FirstCall",
     "data_features",
     "first_call",
     "with_hidden_evidence",
     "with_latent_blocks",
 ]
-
-PRIOR_DRAWS = 16
 
 
 class FirstCall(NamedTuple):
@@ -61,7 +58,7 @@ class FirstCall(NamedTuple):
     apart: frozenset[str] = frozenset()
 
     @property
-    def nodes(self) -> Mapping[str, Any]:
+    def nodes(self) -> Sites:
         """The sites of the prototype."""
         return self.prototype.nodes
 
@@ -109,9 +106,7 @@ class FirstCall(NamedTuple):
         found, _ = for_many(self.program, nesting, partial(difference_at, self.draws, nesting))
         return None if found is self.program else self._replace(program=found)
 
-    def run(
-        self, values: Mapping[str, Any], until: Collection[str] | None = None
-    ) -> dict[str, Any]:
+    def run(self, values: Mapping[str, Any], until: Collection[str] | None = None) -> Sites:
         """Returns the sites of a run of the model at chosen values of its latents."""
         return self.program.run(Runner(values, broadcast=True, until=until))
 
@@ -130,7 +125,7 @@ def first_call(
     program: Program,
     options: Options,
     subsampled: Collection[str],
-    random_layers: Sequence[nn.Module] = (),
+    random_layers: Sequence[nn.Module],
 ) -> FirstCall:
     """Returns what a first call shows. The model is left as it was; random number generators are not.
 
@@ -144,7 +139,7 @@ def first_call(
         prototype = likely_start(program, options.init_scale)
     else:
         prototype = first_run(program, options.init_loc_fn or near_origin)
-    nodes: Mapping[str, Any] = prototype.nodes
+    nodes: Sites = prototype.nodes
     # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
     model = poutine.condition(program.model, subsamples(nodes))
     program = program._replace(model=model)
@@ -160,7 +155,7 @@ def first_call(
                 for pair, given in options.index_maps.items()
             },
         )
-        draws = program.prior_draws(PRIOR_DRAWS)
+        draws = program.prior_draws(MANY_DRAWS)
     restless = _moved_by(random_layers, program, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
@@ -185,9 +180,7 @@ def first_call(
     )
 
 
-def _moved_by(
-    layers: Sequence[nn.Module], program: Program, nodes: Mapping[str, Any]
-) -> frozenset[str]:
+def _moved_by(layers: Sequence[nn.Module], program: Program, nodes: Sites) -> frozenset[str]:
     """Returns the sites whose distributions layers such as dropout make random, at equal values of all sites."""
     if not layers:
         return frozenset()
@@ -202,7 +195,7 @@ def _moved_by(
     return frozenset(name for name in names if moved(before[name], after.get(name)).any())
 
 
-def _check_passing(nodes: Mapping[str, Any], passing: Collection[str]) -> None:
+def _check_passing(nodes: Sites, passing: Collection[str]) -> None:
     """Raises if a site that comes and goes between calls is a latent."""
     for name in passing:
         if is_latent(nodes[name]):

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro
 import torch
@@ -21,7 +21,6 @@ from pyro_nami.deriving.expansion import (
     MAX_ERROR,
     broadcast,
     irregular,
-    leading_shape,
     parameters_of,
     plate_shape,
 )
@@ -32,7 +31,7 @@ from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.factors.types import type_of
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.arguments import Arguments
-from pyro_nami.guide.call import Call, reference_values
+from pyro_nami.guide.call import Call, Kept, reference_values
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.one_pass import Pass, sum_plates
@@ -41,11 +40,11 @@ from pyro_nami.messages import quoted, warn
 from pyro_nami.program.flat_priors import CUT, MOST_LOST, is_improper
 from pyro_nami.program.initial_values import PRIOR_DRAWS
 from pyro_nami.program.isolation import forked_rng, seed_rng
-from pyro_nami.program.many_draws import FEWEST_DRAWS, of_rank
+from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, of_rank
 from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
 from pyro_nami.program.memory import rows_in_memory
+from pyro_nami.program.runner import Sites, Values
 from pyro_nami.program.site_values import any_value
-from pyro_nami.program.surroundings import Surroundings
 
 __all__ = ["CHECKED_DRAWS", "check_first", "first_conditionals", "first_ones", "log_modes"]
 
@@ -54,12 +53,10 @@ CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
 MAX_ROUNDING = 0.3
 # numbers searched for: of 200 that takes 5 to 10 s, and leaves 1 to 5 nats where networks begin with hundreds
 MOST_NUMBERS = 200
-# Where others have modes, which each point takes many runs for: numbers; elements of the others times data (at 590,000
-# the search takes 10 s, and 800 nats less are lost); and draws of the prior to begin at.
+# numbers where others have modes, which each point takes many runs for
 MOST_ITERATED = 12
-MOST_WORK = 1_000_000
-FEW_STARTS = 16
-# nats that a grid may be off by, where a search for a mode fails, as at a time of change: networks are off by dozens
+# nats that a grid may be off by, where a search for a mode fails, as at a time of change (networks are off by dozens),
+# or where data are so large beside their noise that single precision tells no better
 MOST_ROUGH = 1.0
 _OTHERS = (
     "The posterior of %s has several modes, one of them %.1f nats below the highest, about which the guide draws. "
@@ -128,11 +125,7 @@ def _fits_grid(first: FirstCall, rest: Sequence[str], groups: Collection[Conjuga
     if first.options.simulated and any(group.is_tabulated for group in groups):
         return False  # grids of grids take seconds for one data set
     shapes = [first.nodes[name]["fn"].event_shape for name in rest]
-    return not any(first.frames[name] for name in rest) and all(map(_is_one, shapes))
-
-
-def _is_one(shape: Sequence[int]) -> bool:
-    return math.prod(shape) == 1
+    return not any(first.frames[name] for name in rest) and set(map(math.prod, shapes)) == {1}
 
 
 def _fits_search(first: FirstCall, rest: Sequence[str], groups: Collection[ConjugateGroup]) -> bool:
@@ -151,31 +144,29 @@ def _fits_search(first: FirstCall, rest: Sequence[str], groups: Collection[Conju
     if iterating := {group for group in groups if group.has_mode}:
         rows = max(math.prod(first.nodes[name]["fn"].shape()) for name in first.data)
         elements = sum(sum(group.elements) for group in iterating)
-        most = MOST_ITERATED if rows * elements <= MOST_WORK else 0
+        # that all data are held in memory for each element; with 590,000 numbers the search takes 10 s
+        most = MOST_ITERATED if rows_in_memory(rows * elements) > FEWEST_DRAWS else 0
     return is_once and derived and numbers <= most and options.anchor and options.exact
 
 
-def first_conditionals(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
+def first_conditionals(current: Pass, group: ConjugateGroup) -> Any:
     """Returns the first latents' conditionals for a call; those kept are used while data and arguments are the same."""
-    kept: _Found | None = call.derived.tables.get(group)
-    joint = _Joint(plan, call, current)
-    sites = None
+    joint, call = _Joint(current), current.call
+    kept: Kept | None = call.derived.tables.get(group)
     if kept is not None and kept.arguments.are(call.sources):
         sites = joint.sites_if_same(group, kept)
-    if kept is None or sites is None:
-        remedy = f"A guide with rules={dict.fromkeys(group.members, 'learned')} takes them."
-        try:
-            found = joint.found(group)
-        except ValueError as error:
-            raise ValueError(f"At these data {error}. {remedy}") from error
-        flaw = found.flaw if isinstance(found, Collapsed) else ""
-        if flaw and current.state.network.tells(flaw):
-            warn(
-                f"At these data {flaw}: draws are rough there, as importance weights tell. {remedy}"
-            )
-        return found
-    current.derived.sites.update(sites)
-    return kept.conditionals
+        if sites is not None:
+            current.derived.sites.update(sites)
+            return kept.conditionals
+    remedy = f"A guide with rules={dict.fromkeys(group.members, 'learned')} takes them."
+    try:
+        found = joint.found(group)
+    except ValueError as error:
+        raise ValueError(f"At these data {error}. {remedy}") from error
+    flaw = found.flaw if isinstance(found, Collapsed) else ""
+    if flaw and current.state.network.tells(flaw):
+        warn(f"At these data {flaw}: draws are rough there, as importance weights tell. {remedy}")
+    return found
 
 
 def log_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
@@ -190,7 +181,7 @@ def log_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
             logging.getLogger(__name__).warning(_OTHERS, quoted(group.members), lower)
 
 
-def check_first(plan: Plan, call: Call, current: Pass) -> tuple[dict[str, str], dict[str, str]]:
+def check_first(current: Pass) -> tuple[dict[str, str], dict[str, str]]:
     """Checks draws of the first latents, and of all others given them.
 
     Returns:
@@ -198,10 +189,10 @@ def check_first(plan: Plan, call: Call, current: Pass) -> tuple[dict[str, str], 
         the log density that the grid says, up to a constant. And latent -> reason, for latents with flat priors whose
         bounds cut off part of the posterior: `Refutation` knows no values of the first latents.
     """
-    group = next((group for group in plan.groups.values() if group.comes_first), None)
+    group = next((group for group in current.plan.groups.values() if group.comes_first), None)
     if group is None:
         return {}, {}
-    flaw, cut = _checked(group, _Joint(plan, call, current))
+    flaw, cut = _checked(group, _Joint(current))
     return {group.form: flaw} if flaw else {}, cut
 
 
@@ -259,37 +250,20 @@ def _hidden() -> Iterator[None]:
         yield
 
 
-class _Found(NamedTuple):
-    """What was found for the first latents of a call.
+class _Joint:
+    """The marginal log density of the first latents and the data of a call.
 
     Attributes:
-        arguments: all that it was found from.
-        conditionals: of the latents.
-        values, height: two draws of all latents, and their log density with the data, in nats.
-        sites: of the latents, at a run in the surroundings.
-        surroundings: what the model read there besides its arguments; None if that is not known.
+        leading: sizes of the data's batch dims, and 1 for each plate dim.
+        batch: of the data's batch dims alone.
     """
 
-    arguments: Arguments
-    conditionals: Any
-    values: Mapping[str, Tensor]
-    height: Tensor
-    sites: Mapping[str, Any] = {}
-    surroundings: Surroundings | None = None
-
-
-class _Joint(NamedTuple):
-    """The marginal log density of the first latents and the data of a call."""
-
-    plan: Plan
-    call: Call
-    current: Pass
-
-    @property
-    def leading(self) -> torch.Size:
-        """Sizes of the data's batch dims, and 1 for each plate dim."""
-        plan = self.plan
-        return leading_shape(self.call.values, plan.event_dims, plan.plates.nesting)
+    def __init__(self, current: Pass) -> None:
+        self.current = current
+        self.plan: Plan = current.plan
+        self.call: Call = current.call
+        self.leading = self.plan.leading(self.call.values)
+        self.batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
 
     def rows(self) -> int:
         """Returns the number of values of the site that has most, at all points of further grids."""
@@ -321,7 +295,7 @@ class _Joint(NamedTuple):
             values = self.with_others(values)[0].values
             sites = self._sites(values)
             height = self._log_density_of(sites, values)
-        self.call.derived.tables[group] = _Found(known, found, values, height)
+        self.call.derived.tables[group] = Kept(known, found, values=values, height=height)
         return found
 
     def _conditionals(self, group: ConjugateGroup) -> Any:
@@ -335,8 +309,7 @@ class _Joint(NamedTuple):
             draws = {name: self._draws(layouts[name], name, sites[name]["fn"]) for name in layouts}
             like = self.plan.initial[group.members[0]]
             if group.form == "collapsed":
-                is_proper = not any(is_improper(sites[name]["fn"]) for name in layouts)
-                return self._collapsed(group, layouts, like, draws, is_proper)
+                return self._collapsed(group, layouts, like, draws, sites)
             middle, half = [], []
             for each in draws.values():  # the spread of the prior
                 center = each.median()
@@ -352,26 +325,24 @@ class _Joint(NamedTuple):
         group: ConjugateGroup,
         layouts: Mapping[str, Any],
         like: Tensor,
-        draws: Mapping[str, Tensor],
-        is_proper: bool,
+        draws: Values,
+        sites: Sites,
     ) -> Collapsed:
         """Returns the conditionals of a group about the best mode that searches from draws of the prior lead to."""
-        nesting = self.plan.plates.nesting
-        batch = self.leading[: len(self.leading) - nesting]
-        plates = {}
-        for name, each in draws.items():
-            own = each.shape[1:-1]
-            plates[name] = torch.Size(
-                (1,) * (nesting - len(own)) + own[max(0, len(own) - nesting) :]
-            )
+        nesting, plates = self.plan.plates.nesting, {}
+        for name in layouts:
+            own = plate_shape(sites[name])
+            plates[name] = torch.Size((1,) * (nesting - len(own))) + own
+        is_proper = not any(is_improper(sites[name]["fn"]) for name in layouts)
         coordinates = LatentVector(layouts, plates, like)
         points = torch.cat([each.reshape(PRIOR_DRAWS, -1) for each in draws.values()], -1)
         others = [group for group in self.plan.groups.values() if not group.comes_first]
         iterates = any(group.has_mode for group in others)
-        points = points[points.isfinite().all(-1)][: FEW_STARTS if iterates else None]
+        points = points[points.isfinite().all(-1)][: MANY_DRAWS if iterates else None]
         if len(points) < FEWEST_DRAWS:
             raise ValueError(f"draws of {quoted(group.members)} from their priors are not finite")
         unit = points.std(0).clamp(min=torch.finfo(points.dtype).eps ** 0.5)
+        batch = self.batch
         starts = points.reshape(len(points), *(1,) * len(batch), -1).expand(-1, *batch, -1)
         options: dict[str, Any] = {
             "is_proper": is_proper,
@@ -394,7 +365,7 @@ class _Joint(NamedTuple):
             shape = (PRIOR_DRAWS, *prior.batch_shape, start.shape[-1])
             return start + 2 * irregular(torch.Size(shape), start, 0)
 
-    def sites_if_same(self, group: ConjugateGroup, kept: _Found) -> dict[str, Any] | None:
+    def sites_if_same(self, group: ConjugateGroup, kept: Kept) -> dict[str, Any] | None:
         """Returns the sites of a group; None if the log density is another by more than rounding.
 
         A run of the model tells, where its surroundings may have changed.
@@ -412,21 +383,21 @@ class _Joint(NamedTuple):
         self.call.derived.tables[group] = kept._replace(sites=own, surroundings=around)
         return own
 
-    def log_density(self, at: Mapping[str, Tensor]) -> Tensor:
+    def log_density(self, at: Values) -> Tensor:
         """Returns the log density in nats at values ``(points, *leading, *event)``, ``(points, *leading)``."""
         parts = zip(*(value.split(rows_in_memory(self.rows())) for value in at.values()))
         return torch.cat([self._log_weights(dict(zip(at, part))) for part in parts])
 
-    def _log_weights(self, at: Mapping[str, Tensor]) -> Tensor:
+    def _log_weights(self, at: Values) -> Tensor:
         """Returns log p(values, others, data) - log q(others), of others that are drawn given the values."""
         inner, log_q = self.with_others(at)
         total = self._log_density_of(self._sites(inner.values), inner.values) - log_q
-        batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
-        return total.expand((len(next(iter(at.values()))), *batch)).reshape((-1, *self.leading))
+        points = len(next(iter(at.values())))
+        return total.expand((points, *self.batch)).reshape((-1, *self.leading))
 
-    def with_others(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
+    def with_others(self, at: Values) -> tuple[Pass, Tensor]:
         """Returns a pass in which all others are drawn given values, and the log density of the others."""
-        inner = self.current.beside(self.plan.rules, at)
+        inner = self.current.beside(at)
         passed = {*at, *self.call.lacking, *self.call.from_prior, *self.call.held}
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
         for name in (name for name in self.plan.order if name not in passed):
@@ -444,10 +415,10 @@ class _Joint(NamedTuple):
             terms.append(sum_plates(log_prob.double(), self.plan.plates.nesting))
         return inner, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
-    def _sites(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _sites(self, values: Values) -> Sites:
         return self.call.run({**self.call.held, **values})
 
-    def _log_density_of(self, sites: Mapping[str, Any], values: Mapping[str, Tensor]) -> Tensor:
+    def _log_density_of(self, sites: Sites, values: Values) -> Tensor:
         """Returns the log density in nats of values and data, ``(points, *batch)``, at the sites of their run."""
         known = values.keys() | set(self.plan.bayesnet.observed)
         terms = [

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_nami.deriving.collapsed import Collapsed
-from pyro_nami.guide.build import assemble
+from pyro_nami.guide.build import Assembled, assemble
 from pyro_nami.guide.call import Call, Reading
 from pyro_nami.guide.exchangeable import exchangeable_plates
 from pyro_nami.guide.known_parameters import (
@@ -81,15 +81,16 @@ class LazyGuide(AutoGuide):
             )
         return self._plan
 
-    def _subsampled(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Returns the plates that are made outside the model and hold a part of their instances."""
+    def _assembled(self, args: tuple, kwargs: Mapping[str, Any]) -> Assembled:
+        """Returns what a guide is made of whose first call has these arguments."""
         with poutine.block():
             plates = self._create_plates(*args, **kwargs)
-        return [name for name, plate in plates.items() if plate.subsample_size < plate.size]
+        parts = [name for name, plate in plates.items() if plate.subsample_size < plate.size]
+        return assemble(self.model, args, kwargs, self._options, parts)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        subsampled = self._subsampled(*args, **kwargs)
-        found, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
+        found = self._assembled(args, kwargs)
+        prototype = found.prototype
         self._plan, self.network = found.plan, found.network
         self._reader = CallReader(found.plan, self._options)
         self._reader.memory.derived.tables.update(found.tables)
@@ -320,14 +321,9 @@ class LazyGuide(AutoGuide):
                 state = NetworkState(network, call.maps)
                 self._tell(state, call)
                 state.settle()
+        indices = call.indices if has_first_sizes(call, plan) else None
         state = NetworkState(
-            network,
-            call.maps,
-            learning=learning,
-            constant=self._reader.memory.mode is not Mode.AMORTIZED,
-            offsets=self._reader.memory.mode is not Mode.AMORTIZED and has_first_sizes(call, plan),
-            indices=call.indices,
-            refinement=refinement,
+            network, call.maps, learning=learning, indices=indices, refinement=refinement
         )
         self._tell(state, call)
         return state

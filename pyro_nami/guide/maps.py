@@ -19,6 +19,7 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.plan import Plan
 from pyro_nami.parameters.inputs import IndexMaps
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.runner import Sites, Values
 from pyro_nami.reading.index_maps.decoding import MapPlan, find_maps, maps_hold
 
 __all__ = ["MapReader"]
@@ -58,7 +59,7 @@ class MapReader:
         }
         held = {**plan.initial, **data}
 
-        def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        def run(values: Values) -> Sites:
             return call.run({**held, **values}, broadcast=True)
 
         sites = call.sites or run({})
@@ -128,8 +129,7 @@ class MapReader:
         """Returns the index maps of the rows that earlier calls on the same arguments had: row -> instance."""
         rows = [id(index) for index in call.indices.values()]
         others = [leaf for leaf in leaves if id(leaf) not in rows]
-        known: dict[Pair, dict[int, int]] = self._cache.get("rows of index maps", others, dict)
-        return known
+        return self._cache.get("rows of index maps", others, dict)
 
 
 def _is_map(index: Any, size: int) -> bool:

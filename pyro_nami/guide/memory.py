@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_nami.guide.arguments import Cache
 from pyro_nami.guide.call import Call, Derived, Reading
 from pyro_nami.guide.mode import Data, DataHistory, Mode, fingerprint
+from pyro_nami.program.surroundings import Surroundings
 
 __all__ = ["Memory"]
 
@@ -57,6 +57,11 @@ class Memory:
         )
         return copied
 
+    @property
+    def surroundings(self) -> Surroundings | None:
+        """Those of the call that is kept."""
+        return self.kept.surroundings if self.kept else None
+
     def plain_context(self) -> Context | None:
         """Returns `context` if it consists of tensors and plain values, which can be saved anywhere."""
         return self.context if _is_plain(self.context) else None
@@ -71,36 +76,25 @@ class Memory:
     def frozen(self, call: Call, data: Data) -> Call:
         """Returns a copy of a call, with copies of its tensors; the same one while arguments and ``data`` are."""
         leaves = [*call.program.leaves(), data]
-        found: Call = self.cache.get("frozen", leaves, lambda: self._copied(call))
-        return found
+        return self.cache.get("frozen", leaves, lambda: self._copied(call))
 
     def _copied(self, call: Call) -> Call:
         copies: dict[int, Tensor] = {}
-        parts = (
-            call.program.args,
-            dict(call.program.kwargs),
-            dict(call.indices),
-            dict(call.values),
-            dict(call.held),
-        )
+        parts = *call.program[1:], call.indices, call.values, call.held
         args, kwargs, indices, values, held = tree_map_only(
             Tensor, lambda value: copies.setdefault(id(value), value.detach().clone()), parts
         )
         held |= {name: value for name, value in values.items() if name not in call.moving}
         program = call.program._replace(args=args, kwargs=kwargs)
-        return replace(call, program=program, indices=indices, values=values, held=held)
+        return call._replace(program=program, indices=indices, values=values, held=held)
 
     def keep(self, reading: Reading) -> None:
         """Makes a frozen call, with its data, the one whose data the guide answers for."""
         before, self.kept, call = self.kept, reading, reading.call
         if before is not None and before.call is call:
             return
-        self.context = (
-            call.program.args,
-            dict(call.program.kwargs),
-            dict(call.indices),
-            dict(call.values),
-        )
+        _, args, kwargs = call.program
+        self.context = args, dict(kwargs), dict(call.indices), dict(call.values)
         if before is not None and self.history.is_trained:
             self.has_one_context = False
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.ahead import DrawsAhead
-from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call, TrainedAnswer
 from pyro_nami.guide.draw import draw, draw_fresh, hand_out, is_predicting, start_pass
 from pyro_nami.guide.mode import Mode
@@ -32,10 +31,12 @@ from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Plan, differences
 from pyro_nami.guide.rules import RuleNotes
 from pyro_nami.guide.scoring import DensityGuide
+from pyro_nami.messages import quoted
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, seed_rng, untouched
 from pyro_nami.program.many_draws import difference_at, for_many
 from pyro_nami.program.memory import rows_in_memory
+from pyro_nami.program.runner import Message, Values
 from pyro_nami.program.vectorized import Vectorized, unmapped
 
 __all__ = ["AutoNaMIGuide"]
@@ -135,7 +136,7 @@ class AutoNaMIGuide(DensityGuide):
         skip: bool = True,
         within: str = "autoregressive",
         embeddings: Mapping[str, nn.Module] | None = None,
-        covariates: str | None | Callable[..., Mapping[str, Tensor]] = "auto",
+        covariates: str | None | Callable[..., Values] = "auto",
         index_maps: Mapping[tuple[str, str], Callable] | None = None,
         pooling: str | Callable[[int], nn.Module] = "mean",
         evidence: bool = True,
@@ -165,9 +166,7 @@ class AutoNaMIGuide(DensityGuide):
         given["index_maps"] = dict(index_maps or {})
         given["rules"] = dict(rules or {})
         if mode not in MODES:
-            raise ValueError(
-                f"Expected mode to be one of {', '.join(map(repr, MODES))}; got {mode!r}."
-            )
+            raise ValueError(f"Expected mode to be one of {quoted(MODES)}; got {mode!r}.")
         given["mode"] = Mode.AMORTIZED if observed else MODES[mode]
         self._options = Options(
             **{**given, "embeddings": embeddings}, moving=frozenset(), along=frozenset()
@@ -254,9 +253,7 @@ class AutoNaMIGuide(DensityGuide):
         Returns:
             A sentence for each difference; none where the guide fits.
         """
-        before, subsampled = self._made(), self._subsampled(*args, **kwargs)
-        now, _ = assemble(self.model, args, kwargs, self._options, subsampled)
-        return list(differences(before, now.plan))
+        return list(differences(self._made(), self._assembled(args, kwargs).plan))
 
     def extra_repr(self) -> str:
         if self._plan is None:
@@ -278,29 +275,29 @@ class AutoNaMIGuide(DensityGuide):
             Latent -> value, in model order.
         """
         call = self._begin(args, kwargs)
-        if call.target is None or call.indices or not is_predicting():
+        if call.target.call is None or call.indices or not is_predicting():
             return self._drawn(call)
-        found = self._drawn_ahead(call, call.target)
+        found = self._drawn_ahead(call)
         return self._drawn(call) if found is None else found
 
-    def _drawn_ahead(self, call: Call, target: TrainedAnswer) -> dict[str, Tensor] | None:
+    def _drawn_ahead(self, call: Call) -> dict[str, Tensor] | None:
         """Returns the next of the draws made in advance; None if the model cannot be run for many draws."""
         plan = self._made()
         with untouched(self.model), poutine.block():
             if self._plan_for_many(call) is None:
                 return None
 
-        def make(count: int, seed: int) -> dict[str, Tensor]:
+        def make(count: int, seed: int) -> Values:
             return self._draws(count, call.program.args, dict(call.program.kwargs), seed)
 
         values = self._ahead.next((self.network.passes, id(call.values)), make)
         found = hand_out(plan, call, values)
-        if target.fresh:
+        if call.target.fresh:
             current = start_pass(plan, self._start(call), call)
             current.values.update(
                 {name: v.clone() if v.is_inference() else v for name, v in found.items()}
             )
-            found |= draw_fresh(current, plan, target)
+            found |= draw_fresh(current)
         return {name: found[name] for name in (*plan.rules, *found) if name in found}
 
     def _drawn(
@@ -313,8 +310,8 @@ class AutoNaMIGuide(DensityGuide):
         )
         try:
             with self.network.with_gradient():
-                draw(current, plan, call)
-                fresh = draw_fresh(current, plan, call.target) if call.target is not None else {}
+                draw(current)
+                fresh = draw_fresh(current)
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
         found = {**current.outside.values, **fresh}
@@ -329,7 +326,7 @@ class AutoNaMIGuide(DensityGuide):
         *args: Any,
         num_samples: int = 1000,
         **kwargs: Any,
-    ) -> dict[str, Tensor]:
+    ) -> Values:
         """Returns Monte Carlo quantiles of every latent, elementwise in constrained space.
 
         The same draws serve every call, so `median` equals the quantile 0.5.
@@ -395,7 +392,10 @@ class AutoNaMIGuide(DensityGuide):
             return plan
         if self._many is None or self._many[0] is not plan:
             seed_rng(0)
-            few = [{**call.held, **self._drawn(replace(call, target=None))} for _ in range(3)]
+            few = [
+                {**call.held, **self._drawn(call._replace(target=TrainedAnswer()))}
+                for _ in range(3)
+            ]
             model = plan.for_many(unmapped(call.program.model))
             program, nesting = call.program._replace(model=model), plan.plates.nesting
             found, reason = for_many(program, nesting, partial(difference_at, few, nesting))
@@ -405,7 +405,7 @@ class AutoNaMIGuide(DensityGuide):
         return self._many[1]
 
 
-def _own_shape(value: Tensor, count: int, site: Mapping[str, Any]) -> Tensor:
+def _own_shape(value: Tensor, count: int, site: Message) -> Tensor:
     """Returns draws ``(count, *site shape)`` from values with the draws left of all plate dims."""
     event_dim = site["fn"].event_dim
     nesting = max((-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized), default=0)

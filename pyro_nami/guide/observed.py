@@ -6,6 +6,7 @@ Data that a call lacks, or that are missing, are replaced here.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,13 +34,10 @@ def tell_observed(
     network = state.network
 
     def features(node: Any, value: Tensor) -> Tensor:
-        def made() -> Tensor:
-            return standardized(node, value, plan, network)
-
+        make = partial(standardized, node, value, plan, network)
         if node in changing or torch.jit.is_tracing():
-            return made()
-        found: Tensor = cache.get(("features", node), [value], made)
-        return found
+            return make()
+        return cache.get(("features", node), [value], make)
 
     unseen = [name for name in plan.read if name not in call.values]
     lacking = call.lacking.intersection(plan.columns).difference(call.covariates)

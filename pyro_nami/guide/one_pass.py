@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.flat_priors import MOST_LOST
+from pyro_nami.program.runner import Message, Sites, Values
 
 __all__ = ["DerivedGroups", "Outside", "Pass", "Term", "sum_plates"]
 
@@ -32,6 +33,7 @@ class Term(NamedTuple):
     params: Tensor
     anchor: Tensor | None
     elements: Tensor
+    log_abs_det: Tensor | None  # of the way from them to the value
 
     def key(self) -> tuple:
         """Returns a key that is equal for terms whose log densities can be computed at once."""
@@ -45,6 +47,16 @@ class Term(NamedTuple):
             anchor,
             self.elements.shape[:-1],
         )
+
+
+def log_density_of_terms(terms: Sequence[Term]) -> Tensor:
+    """Returns the log density ``(*batch, *plates)`` of elements of terms of equal keys, computed at once."""
+    params = concatenated([term.params for term in terms], -2)
+    anchors = [term.anchor for term in terms if term.anchor is not None]
+    anchor = concatenated(anchors, -2) if anchors else None
+    elements = concatenated([term.elements for term in terms], -1)
+    log_prob: Tensor = terms[0].family.elements(params, anchor).log_prob(elements)
+    return log_prob.sum(-1)
 
 
 class DerivedGroups:
@@ -65,7 +77,7 @@ class DerivedGroups:
         self.near: dict[ConjugateGroup, Newton] = {}
         self.sizes: dict[ConjugateGroup, dict[str, int]] = {}
         self.observed: set[str] = set()
-        self.sites: dict[str, Mapping[str, Any]] = {}
+        self.sites: dict[str, Message] = {}
         self.valid: dict[str, Tensor] = {}
         self.boxed: dict[str, BoxedNormal] = {}
 
@@ -81,6 +93,7 @@ class Outside:
         relocation: where batch dims lie outside; None where they lie as inside.
         sizes: sizes of the plates around the guide, to the left of the model's own.
         private: latents that handlers outside do not see.
+        validate: whether values are to be checked.
 
     Attributes:
         values: latent -> its draw, with batch dims as they lie outside.
@@ -91,7 +104,9 @@ class Outside:
         relocation: Relocation | None = None,
         sizes: torch.Size = torch.Size(),
         private: frozenset[str] = frozenset(),
+        validate: bool = False,
     ) -> None:
+        self.validate = validate
         self.relocation = relocation
         self.sizes = sizes
         self.private = private
@@ -105,31 +120,27 @@ class Outside:
         """Returns a value with its batch dims as they lie in the model."""
         return value if self.relocation is None else self.relocation.value_inside(value, event_dim)
 
-    def one_for_each(self, fn: Any, nesting: int) -> Any:
-        """Returns a distribution with the batch dims of the plates around the guide, and ``nesting`` plate dims."""
-        ones = (1,) * (nesting - len(fn.batch_shape))
-        return fn.expand(self.sizes + ones + fn.batch_shape) if self.sizes else fn
-
 
 class Pass:
     """What is known so far in one pass over the latents.
 
     Args:
-        rules: latent -> its rule in this call (`pyro_nami.guide.rules`), in program order.
-        families: latent -> what gives its features, of latents that others read.
+        plan, call: the guide's plan, and the call whose latents these are.
         state: the networks' state, with everything observed known.
         derive: derives the exact conditionals of a group in a pass, at what is drawn before it.
+        rules: latent -> its rule in this call (`pyro_nami.guide.rules`), in program order; by default that of the plan.
+        families: latent -> what gives its features, of latents that others read; by default all.
         outside: the draws as handlers outside see them.
-        validate: whether values are to be checked.
 
     Attributes:
         values: of latents, as the model sees them.
         derived: what was derived from the model.
-        anchors: latent -> location and scale of its prior, if its factor is relative to it.
+        anchors: latent -> location and scale of its prior, if its factor's location is relative to it.
         freedom: latent -> how much of its factor's own location its draw takes.
 
     Example:
-        >>> current = Pass({"a": None, "b": None}, {}, None, None, Outside(), validate=True)
+        >>> rules = {"a": None, "b": None}
+        >>> current = Pass(None, None, None, None, rules=rules, families={})
         >>> current.take("a", torch.tensor(1.0), torch.distributions.Normal(0.0, 1.0))
         tensor(1.)
         >>> current.left(), current.values
@@ -138,18 +149,21 @@ class Pass:
 
     def __init__(
         self,
-        rules: Mapping[str, Any],
-        families: Mapping[str, Family],
+        plan: Any,
+        call: Any,
         state: NetworkState,
         derive: Callable[[Pass, ConjugateGroup], Expansion],
-        outside: Outside,
-        validate: bool,
+        *,
+        rules: Mapping[str, Any] | None = None,
+        families: Mapping[str, Family] | None = None,
+        outside: Outside | None = None,
     ) -> None:
-        self.rules = rules
+        self.plan = plan
+        self.call = call
         self.state = state
-        self.outside = outside
-        self.validate = validate
-        self._families = families
+        self.outside = outside or Outside()
+        self.rules = plan.rules if rules is None else rules
+        self._families = plan.families if families is None else families
         self._derive = derive
         # families whose support or count varies, as they are in this pass
         self._moved: dict[str, Family] = {}
@@ -157,13 +171,23 @@ class Pass:
         self.derived = DerivedGroups()
         self.anchors: dict[str, Tensor | None] = {}
         self.freedom: dict[str, Tensor] = {}
-        self._terms: dict[tuple, list[Term]] = {}
 
-    def beside(self, rules: Mapping[str, Any], values: Mapping[str, Tensor]) -> Pass:
-        """Returns another pass, by other rules, in which values of some latents are known."""
-        other = Pass(rules, self._families, self.state, self._derive, Outside(), validate=False)
+    def beside(self, values: Values) -> Pass:
+        """Returns another pass, by the rules of the plan, in which values of some latents are known."""
+        other = Pass(self.plan, self.call, self.state, self._derive)
         other.values.update(values)
         return other
+
+    @property
+    def leading(self) -> torch.Size:
+        """Sizes of the batch dims of data and of what is drawn so far, and 1 for each plate dim."""
+        leading: torch.Size = self.plan.leading({**self.call.values, **self.values})
+        return leading
+
+    def run(self, **options: Any) -> Sites:
+        """Returns the sites of a run of the model at what is known so far; see `Runner`."""
+        sites: Sites = self.call.run({**self.call.held, **self.values}, **options)
+        return sites
 
     def left(self) -> list[str]:
         """Returns the latents without a value yet, in program order."""
@@ -189,10 +213,15 @@ class Pass:
             features = family.element_features(elements).flatten(-2)
             self.state.add(name, features, drawn=drawn, share=self.freedom.get(name))
 
-    def scale(self, site: Mapping[str, Any]) -> Any:
+    def scale(self, site: Message) -> Any:
         """Returns the scale of a latent's density, by its site of a run of the model."""
         valid = self.derived.valid.get(site["name"])
         return site["scale"] if valid is None else site["scale"] * valid
+
+    def one_for_each(self, fn: Any) -> Any:
+        """Returns a distribution with the batch dims of the plates around the guide, and all plate dims."""
+        sizes, ones = self.outside.sizes, self.plan.plates.nesting - len(fn.batch_shape)
+        return fn.expand(sizes + (1,) * ones + fn.batch_shape) if sizes else fn
 
     def take(self, name: str, value: Tensor, fn: TorchDistribution, seen: bool = True) -> Tensor:
         """Stores the value that outside handlers gave a latent; returns the value as the model sees it.
@@ -222,19 +251,6 @@ class Pass:
             self.derived.solved[group] = self._derive(self, group)
         return self.derived.solved[group]
 
-    def add(self, term: Term) -> None:
-        """Adds a term, whose log density `together` computes."""
-        self._terms.setdefault(term.key(), []).append(term)
-
-    def together(self) -> Iterator[Tensor]:
-        """Yields the log densities ``(*batch, *plates)`` of all terms, those of equal keys at once."""
-        for terms in self._terms.values():
-            params = concatenated([term.params for term in terms], -2)
-            anchors = [term.anchor for term in terms if term.anchor is not None]
-            anchor = concatenated(anchors, -2) if anchors else None
-            elements = concatenated([term.elements for term in terms], -1)
-            yield terms[0].family.elements(params, anchor).log_prob(elements).sum(-1)
-
     def check(self) -> None:
         """Raises where a draw has NaN, and warns where a prior stood in for an exact conditional.
 
@@ -243,7 +259,9 @@ class Pass:
         if self.derived.boxed and not (torch.is_grad_enabled() and self.state.network.learns()):
             self._warn_of_bounds()
         returned = self.outside.values
-        sums = [value.detach().sum() for value in returned.values()] if self.validate else []
+        sums = (
+            [value.detach().sum() for value in returned.values()] if self.outside.validate else []
+        )
         if not sums:
             return
         # latent -> where its exact conditional is finite
@@ -278,7 +296,7 @@ class Pass:
                     f"conditional. Widen the prior, or make the guide with rules={{'{name}': 'learned'}}."
                 )
 
-    def _warn(self, finite: Mapping[str, Tensor]) -> None:
+    def _warn(self, finite: Values) -> None:
         """Warns once of each latent that is drawn from its prior where its exact conditional is not finite."""
         for name, each in finite.items():
             count = each.numel() - int(each.sum())

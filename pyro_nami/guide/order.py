@@ -39,19 +39,14 @@ class Search(NamedTuple):
 
     Attributes:
         finder: that has found them; None if the options exclude it.
-        inverse, latents, interleaved, groups: as of `SamplingOrder`.
+        order: by which latents would be sampled.
     """
 
     finder: Finder | None
-    inverse: Inverse
-    latents: tuple[str, ...]
-    interleaved: bool
-    groups: Mapping[str, ConjugateGroup]
+    order: SamplingOrder
 
 
-def find_order(
-    first: FirstCall, search: Search, flaws: Mapping[str, str] | None = None
-) -> SamplingOrder:
+def find_order(first: FirstCall, search: Search, flaws: Mapping[str, str]) -> SamplingOrder:
     """Returns the sampling order that the first call and the options give.
 
     Args:
@@ -63,8 +58,9 @@ def find_order(
         ValueError: for a latent that ``rules`` asks an exact conditional of and that has none, or whose improper prior
             has no posterior.
     """
-    finder, inverse, order, interleaved, _ = search
-    groups = dict(search.groups)
+    finder, found_order = search
+    inverse, order, interleaved, groups, *_ = found_order
+    groups = dict(groups)
     refused = dict(finder.tests.refused) if finder else {}
     lost = set(finder.tests.lost) if finder else set()
     compiled = [name for name in refused if refused[name] == COMPILED and name not in groups]
@@ -75,14 +71,14 @@ def find_order(
         )
     if finder and interleaved:
         local = {name: group for name, group in groups.items() if not _integrates(first, group)}
-        found = first_ones(first, inverse, order, local, flaws or {})
+        found = first_ones(first, inverse, order, local, flaws)
         if first.options.is_weighted and found is not None and found.form == "collapsed":
             groups = local
         else:
-            found = first_ones(first, inverse, order, groups, flaws or {})
+            found = first_ones(first, inverse, order, groups, flaws)
         rest = found.members if found else [name for name in order if name not in groups]
         groups.update(dict.fromkeys(found.members, found) if found else {})
-        for flaw in (flaws or {}).values():
+        for flaw in flaws.values():
             told = refused.keys() & set(rest)
             refused.update({name: f"{refused[name]}, and {flaw}" for name in told})
             lost.update(rest)
@@ -96,10 +92,10 @@ def find_order(
         if name not in order or refused.get(name) == OPEN:
             raise ValueError(improper_posterior(name))
     doubts = dict.fromkeys(finder.tests.open if finder else (), "no mode of it was found")
-    for flaw in (flaws or {}).values():
+    for flaw in flaws.values():
         doubts.update(dict.fromkeys(order, flaw))
     doubts = {name: doubts[name] for name in improper if name in doubts and name not in groups}
-    return SamplingOrder(inverse, order, interleaved, groups, refused, lost, doubts)
+    return found_order._replace(groups=groups, refused=refused, lost=lost, doubts=doubts)
 
 
 def _integrates(first: FirstCall, group: ConjugateGroup) -> bool:
@@ -155,12 +151,12 @@ def search_forms(
         if interleaved:
             break
     if not interleaved:
-        return Search(finder, inverse, tuple(order), False, {})
+        return Search(finder, SamplingOrder(inverse, tuple(order), False, {}))
     exact = tuple(name for name in inverse.order if block and name in groups)
     inverse = dataclasses.replace(inverse, exact=exact)
     before = order if is_last else ()
     groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()}
-    return Search(finder, inverse, tuple(order), True, groups)
+    return Search(finder, SamplingOrder(inverse, tuple(order), True, groups))
 
 
 def invert(

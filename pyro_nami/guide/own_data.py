@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -26,7 +25,7 @@ from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.messages import warn
 from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng, untouched
-from pyro_nami.program.runner import is_fixed
+from pyro_nami.program.runner import Message, Values, is_fixed
 
 __all__ = ["OwnData"]
 
@@ -66,8 +65,12 @@ class OwnData:
         """
         plan = self.plan
         look = self._looks.known(call.program.leaves())
-        parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
-        call = replace(call, indices={**call.indices, **parts}) if parts else call
+        parts = {
+            name: plate.indices
+            for name, plate in plates.items()
+            if name in plan.plates.subsampled or plate.subsample_size < plate.size
+        }
+        call = call._replace(indices={**call.indices, **parts}) if parts else call
         call = _from_observations(call, plan, observations) if observations else call
         given = call.values.keys()
         # observed values that stand among the arguments
@@ -77,27 +80,27 @@ class OwnData:
         complete = all(name in call.values for name in plan.read)
         alone = look is not None and complete and (plan.sampling.interleaved or not draws)
         if not alone or plan.plates.subsampled or look is not None and look.varying:
-            call = _from_run(call, plan, plates)
+            call = _from_run(call, plan)
         if look is None:
             own = {name: value for name, value in call.values.items() if name not in given}
             look = _look_at(call, own, plan)
             self._looks.note(look)
-        return replace(call, moving=look.moving)
+        return call._replace(moving=look.moving)
 
     def completed(self, call: Call) -> Call:
         """Returns a call, whose values are known, with its covariates and index maps."""
         plan = self.plan
         if plan.columns:
             found = self._cache.get("covariates", call.leaves, lambda: self._covariates(call))
-            call = replace(call, covariates=found)
+            call = call._replace(covariates=found)
         for each in plan.map_plans:
             for name in (*each.values, *each.targets):
                 if name in call.lacking:
                     raise ValueError(missing_site(name))
-        return replace(call, maps=self._maps.read(call)) if plan.map_plans else call
+        return call._replace(maps=self._maps.read(call)) if plan.map_plans else call
 
     @torch.no_grad()
-    def _covariates(self, call: Call) -> dict[str, Tensor]:
+    def _covariates(self, call: Call) -> Values:
         """Returns the covariates of every site, by runs of the model."""
         with untouched(call.program.model), pyro.validation_enabled(False):
             return covariate_values(
@@ -109,7 +112,7 @@ class OwnData:
             )
 
 
-def _look_at(call: Call, own: Mapping[str, Tensor], plan: Plan) -> Look:
+def _look_at(call: Call, own: Values, plan: Plan) -> Look:
     """Returns what a run of the model has shown of a call, and of its ``own`` values, for others of its kind."""
     arguments: list[tuple[int | str, Any]] = [
         *enumerate(call.program.args),
@@ -146,25 +149,20 @@ def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) 
         if name in known and value is not None
     }
     read = {name: values[name] for name in (*plan.read, *plan.semi_observed) if name in values}
-    return replace(call, values=read, held=values)
+    return call._replace(values=read, held=values)
 
 
-def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
+def _from_run(call: Call, plan: Plan) -> Call:
     """Returns a call with what it observes itself, by a run of the model at reference values of the latents."""
-    subsampled = plan.plates.subsampled
-    indices = {
-        **call.indices,
-        **{name: plate.indices for name, plate in plates.items() if name in subsampled},
-    }
-    shown = subsampled - indices.keys()
+    shown = plan.plates.subsampled - call.indices.keys()
     # A semi-observed site may bring its own value.
     latents = {
         name: value for name, value in plan.initial.items() if name not in plan.semi_observed
     }
     # a choice of instances is the user's
     with torch.no_grad(), nullcontext() if shown else forked_rng():
-        sites = replace(call, indices=indices).run(latents, shown=shown, broadcast=True)
-    indices.update({name: sites[name]["value"] for name in shown if name in sites})
+        sites = call.run(latents, shown=shown, broadcast=True)
+    seen = {name: sites[name]["value"] for name in shown if name in sites}
     fresh = [name for name in sites if name not in plan.names and not is_passing(sites[name])]
     new = tuple(name for name in fresh if is_latent(sites[name]))
     for name in new[:1]:
@@ -185,23 +183,21 @@ def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
         and name not in call.values
         and _is_in_shape(sites[name])
     }
-    call = replace(
-        call, indices=indices, sites=sites, lacking=plan.names - sites.keys(), from_prior=new
-    )
+    lacking, indices = plan.names - sites.keys(), {**call.indices, **seen}
+    call = call._replace(indices=indices, sites=sites, lacking=lacking, from_prior=new)
     return _with_own(call, plan, found)
 
 
-def _is_in_shape(site: Mapping[str, Any]) -> bool:
+def _is_in_shape(site: Message) -> bool:
     """Whether a value fits its site's shape; a conditioned model may keep data of another size than its arguments."""
     sizes = zip(reversed(torch.as_tensor(site["value"]).shape), reversed(site["fn"].shape()))
     return all(a == b or 1 in (a, b) for a, b in sizes)
 
 
-def _with_own(call: Call, plan: Plan, found: Mapping[str, Tensor]) -> Call:
+def _with_own(call: Call, plan: Plan, found: Values) -> Call:
     """Returns a call with values that its own arguments bring."""
     held = {name: value for name, value in found.items() if name in plan.semi_observed}
-    return replace(
-        call,
+    return call._replace(
         values={**call.values, **found},
         held={**call.held, **held},
     )

@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import leading_shape
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.rules import Learned, Rule, RuleNote
+from pyro_nami.messages import quoted
 from pyro_nami.parameters.conditioning import Plates, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.program.runner import Values
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.covariates import MASK
 from pyro_nami.reading.index_maps.decoding import MapPlan
@@ -44,7 +47,6 @@ class SitePlan(NamedTuple):
     initial: Tensor | None = None  # of a latent, the first instance of its initial value
     allows_nan: bool = False  # whether its distribution or mask allows for NaN in its data
     is_masked: bool = False  # of a latent, whether the model masks it
-    bound: Factor | None = None  # of an observed site, what networks give for its bound
 
 
 class SamplingOrder(NamedTuple):
@@ -64,9 +66,9 @@ class SamplingOrder(NamedTuple):
     latents: tuple[str, ...]
     interleaved: bool
     groups: Mapping[str, ConjugateGroup]
-    refused: Mapping[str, str]
-    lost: Collection[str]
-    doubts: Mapping[str, str]
+    refused: Mapping[str, str] = {}
+    lost: Collection[str] = ()
+    doubts: Mapping[str, str] = {}
 
 
 class Covariates(NamedTuple):
@@ -74,7 +76,7 @@ class Covariates(NamedTuple):
 
     columns: Mapping[str, tuple] = {}  # site -> its covariates
     # values of the latents at the draws that they were found at
-    references: Sequence[Mapping[str, Tensor]] = ()
+    references: Sequence[Values] = ()
 
     def mask_column(self, name: str) -> int | None:
         """Returns which of a site's covariates is its mask, if one is."""
@@ -94,6 +96,7 @@ class Plan:
     sites: Mapping[str, SitePlan]
     # latent -> how it is drawn, for all that the guide emits, in model order
     rules: Mapping[str, Rule]
+    bounds: Mapping[str, Factor]  # observed site -> what networks give for its bound
     read: tuple[str, ...]  # observed sites that some rule reads
     semi_observed: frozenset[str]  # latents that a call may observe
     names: frozenset[str]  # all sites of the model, deterministic ones included
@@ -128,11 +131,6 @@ class Plan:
         """Whether the model masks latents."""
         return any(site.is_masked for site in self.sites.values())
 
-    @cached_property
-    def bounds(self) -> dict[str, Factor]:
-        """Observed site -> what networks give for its bound."""
-        return {name: site.bound for name, site in self.sites.items() if site.bound is not None}
-
     @property
     def num_underived(self) -> tuple[int, int]:
         """How many latents are learned, and how many are located and then corrected by a network."""
@@ -157,7 +155,7 @@ class Plan:
         return {plate: name for name, rule in self.learned.items() for plate in rule.factor.joint}
 
     @cached_property
-    def initial(self) -> dict[str, Tensor]:
+    def initial(self) -> Values:
         """First instances of the initial values of all latents."""
         return {name: site.initial for name, site in self.sites.items() if site.initial is not None}
 
@@ -175,6 +173,10 @@ class Plan:
     def event_dims(self) -> dict[str, int]:
         """Event dims of every site."""
         return {name: site.event_dim for name, site in self.sites.items()}
+
+    def leading(self, values: Values) -> torch.Size:
+        """Returns the sizes of the batch dims of sites' values, and 1 for each plate dim."""
+        return leading_shape(values, self.event_dims, self.plates.nesting)
 
     def first_of(self, name: str, value: Tensor) -> Tensor:
         """Returns the first of several values of a site, of the site's own shape; of an unknown site all."""
@@ -261,7 +263,8 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
         if a.event_dim != b.event_dim:
             yield f"Site '{name}' has {b.event_dim} event dims, not {a.event_dim}."
         if a.plates != b.plates:
-            yield f"Site '{name}' is in plates {_names(b.plates)}, not {_names(a.plates)}."
+            then, plates = (quoted(sorted(each.plates)) or "none" for each in (a, b))
+            yield f"Site '{name}' is in plates {plates}, not {then}."
         shapes = [
             each.sites[name].encoding.layout.event_shape
             for each in (before, now)
@@ -286,7 +289,3 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
                 f"Plate '{plate}' has {others[plate]} instances, not {sizes[plate]}; those of "
                 f"'{before.blocks[plate]}' are one block of fixed size."
             )
-
-
-def _names(names: Collection[str]) -> str:
-    return ", ".join(map(repr, sorted(names))) or "none"

@@ -20,6 +20,7 @@ from pyro_nami.guide.factor_plan import PlannedFactors, plan_factors
 from pyro_nami.guide.first_call import FirstCall, data_features
 from pyro_nami.guide.plan import Plan, SamplingOrder, SitePlan
 from pyro_nami.guide.rules import Bounded, Exact, Learned, Located, Prior, Rule
+from pyro_nami.messages import quoted
 from pyro_nami.parameters.conditioning import covariates_of
 from pyro_nami.program.first_run import allows_nan, is_transparent
 from pyro_nami.program.masks import own_mask
@@ -57,14 +58,14 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
             encoding = found.families.get(name)
             if name in first.data:
                 encoding = encoding or data_features(first, name)
-            site = _site_plan(first, name, encoding, name in emitted)
-            sites[name] = site._replace(bound=found.bounds.get(name))
+            sites[name] = _site_plan(first, name, encoding, name in emitted)
     return Plan(
         bayesnet=first.net,
         sampling=order._replace(groups=found.groups),
         plates=found.plates,
         sites=sites,
         rules=_rules(first, order, found, emitted),
+        bounds=found.bounds,
         read=tuple(name for name in first.data if name in used),
         semi_observed=first.semi_observed,
         names=frozenset(name for name, site in nodes.items() if site["type"] == "sample"),
@@ -98,19 +99,18 @@ def _rules(
 
 def _rule(first: FirstCall, name: str, found: PlannedFactors, anchored: bool) -> Rule:
     """Returns the rule of one latent, without regard to its mask."""
-    group = found.corrected_group(name)
-    if group is not None and group.form != "Bernoulli":
-        return Located(name, group, factor=found.factors[name], family=found.families[name])
-    if group is not None:
+    group = found.groups.get(name)
+    if group is None:
+        is_learned = name in found.factors
+        return _learned(first, name, found, anchored) if is_learned else Prior(name)
+    if name not in found.factors:
+        return Exact(name, group)
+    if group.form == "Bernoulli":
         before = found.reads[name].keys() & set(group.members) - {name}
         learned = _learned(first, name, found, True)
         given = {"group": group, "reads_prior": False, "before": tuple(sorted(before))}
         return Bounded(**{**vars(learned), **given})
-    if name in found.groups:
-        return Exact(name, found.groups[name])
-    if name in found.factors:
-        return _learned(first, name, found, anchored)
-    return Prior(name)
+    return Located(name, group, factor=found.factors[name], family=found.families[name])
 
 
 def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> SitePlan:
@@ -134,7 +134,7 @@ def _latents(first: FirstCall) -> list[str]:
             "Expected a model with at least one latent sample site; got a model with %s, for which the guide is "
             "empty. If a site shall be inferred, do not pass it a value at the guide's first call, or name it in "
             "`blocks`.",
-            "observed sites only: " + ", ".join(map(repr, observed)) if observed else "no sites",
+            "observed sites only: " + quoted(observed) if observed else "no sites",
         )
     return latents
 
@@ -154,8 +154,6 @@ def _learned(first: FirstCall, name: str, found: PlannedFactors, anchored: bool)
         family=family,
         anchored=anchored,
         expert=anchored and moved and fits,
-        dims=tuple(found.plates.dims[plate] for plate in factor.joint),
-        sizes=tuple(found.plates.sizes[plate] for plate in factor.joint),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pyro
@@ -24,7 +23,7 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
 from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.backward import Backward
-from pyro_nami.parameters.conditioning import covariates_of, site_of
+from pyro_nami.parameters.conditioning import covariates_of
 from pyro_nami.program.isolation import untouched
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import signature_of
@@ -233,9 +232,8 @@ class CallReader:
             answer = found
         elif answer.moving:
             held = {name: value for name, value in answer.held.items() if name not in answer.moving}
-            answer = self.own.all_of(replace(answer, values=held, held=held))
-        around = self.memory.kept.surroundings if self.memory.kept else None
-        return self._with_kept(replace(answer, target=target), True, around)
+            answer = self.own.all_of(answer._replace(values=held, held=held))
+        return self._with_kept(answer._replace(target=target), True, self.memory.surroundings)
 
     def _surroundings(self, call: Call) -> Surroundings:
         """Returns the model's surroundings at a call: the latest ones, while nothing in them has changed."""
@@ -265,13 +263,12 @@ class CallReader:
 
     def _as_in_training(self, answer: Call, call: Call) -> Call:
         """Returns the call of training with the model of another call, in the surroundings of training."""
-        kept, model = self.memory.kept, call.program.model
-        around = kept.surroundings if kept else None
+        around, model = self.memory.surroundings, call.program.model
         if around is not None and around.changed():
             is_mapped = isinstance(model, Vectorized)
             model = around.around(unmapped(model))
             model = Vectorized(model, self.plan.plates.nesting) if is_mapped else model
-        return replace(answer, program=answer.program._replace(model=model))
+        return answer._replace(program=answer.program._replace(model=model))
 
     def _is_whole(self, site: str) -> bool:
         """Whether a site is in no plate of which the model takes a part."""
@@ -310,7 +307,7 @@ class CallReader:
             return None
         kept = {name: value for name, value in answer.values.items() if self._is_whole(name)}
         held = {name: value for name, value in answer.held.items() if name in kept}
-        call = replace(answer, indices=own.indices, values=kept, held=held)
+        call = answer._replace(indices=own.indices, values=kept, held=held)
         counts = {plate: len(index) for plate, index in own.indices.items()}
         before = {plate: len(answer.indices.get(plate, own.indices[plate])) for plate in counts}
         try:
@@ -335,8 +332,7 @@ class CallReader:
             before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
             return target_of(call, before, now, self.plan)
 
-        target: TrainedAnswer = self.cache.get("target", [*call.leaves, answer.values], found)
-        return target
+        return self.cache.get("target", [*call.leaves, answer.values], found)
 
     def _compared(self, own: Call, call: Call, backward: Backward | None) -> Call:
         """Returns the answer of a trained guide to a call with data: these, if they are those of training."""
@@ -346,7 +342,7 @@ class CallReader:
         around = self._surroundings(call) if not tracing else None
         if backward is not None and not tracing:
             self._open.append(_Step(backward, Reading(memory.frozen(own, data), data, around)))
-        before = memory.kept.surroundings if memory.kept else None
+        before = memory.surroundings
         # Of minibatches of a plate the arguments of a step hold the data, whatever else has changed.
         is_told = backward is not None and bool(self.plan.plates.subsampled)
         is_unchanged = before is None or before is around or is_told or before.are_current()
@@ -373,7 +369,7 @@ class CallReader:
                 )
             return own
         answer = self._answer(answer, call, own, is_step=backward is not None)
-        if backward is not None and not tracing and answer.target is not None:
+        if backward is not None and not tracing:
             # no step could be scored given those that this call has no place for
             if answer.target.private:
                 return self._with_kept(own)
@@ -409,7 +405,7 @@ class CallReader:
         kept = derived.constants if constants and not call.indices else None
         around = around if is_fixed else None
         known = derived._replace(constants=kept, is_fixed=is_fixed, surroundings=around)
-        return replace(call, derived=known)
+        return call._replace(derived=known)
 
     def _without(self, absent: Sequence[str], own: Call, call: Call, given: bool) -> Call:
         """Returns the answer to a call that lacks data of some sites.
@@ -427,7 +423,7 @@ class CallReader:
         held = answer.values if answer is not None and mode is not Mode.AMORTIZED else {}
         values = {name: held[name] for name in absent if name in held and name not in moving}
         absent = [name for name in absent if name not in values]
-        own = replace(own, values={**own.values, **values}, held={**own.held, **values})
+        own = own._replace(values={**own.values, **values}, held={**own.held, **values})
         if not absent:
             return self._with_kept(self.own.completed(own))
         if not moving.issuperset(absent):
@@ -445,7 +441,7 @@ class CallReader:
             "the model's own conditional given all others."
         )
         own = self._with_kept(self.own.completed(own))
-        return replace(own, from_prior=(*own.from_prior, *unseen))
+        return own._replace(from_prior=(*own.from_prior, *unseen))
 
     def _explicit(self, own: Call) -> Call:
         """Returns the answer of a trained guide to a call with ``observations=``: what is derived is of these data."""
@@ -464,7 +460,7 @@ class CallReader:
                 "were learned on those alone and answer as they were trained. Train the guide on these data, or on "
                 "simulations by InferenceCompilation, for it to serve both."
             )
-        return self._with_kept(replace(own, from_prior=(*own.from_prior, *unseen)))
+        return self._with_kept(own._replace(from_prior=(*own.from_prior, *unseen)))
 
     def _data_of(self, call: Call) -> Data:
         """Returns the fingerprints by which a call's data are compared with those of training.
@@ -473,17 +469,15 @@ class CallReader:
         (a residual, say) are the same if the arguments are.
         """
         plan = self.plan
-        values: dict[Hashable, Tensor] = {}
-        for name in plan.read:
-            if name in call.values and name not in call.moving:
-                values[name] = call.values[name]
-        values |= {covariates_of(name): value for name, value in call.covariates.items()}
-        parts = plan.plates.subsampled
-        values = {
-            node: each
-            for node, each in values.items()
-            if parts.isdisjoint(plan.sites[site_of(node)].plates)
+        known = {name: call.values[name] for name in plan.read if name in call.values}
+        values: dict[Hashable, Tensor] = {
+            name: value
+            for name, value in known.items()
+            if name not in call.moving and self._is_whole(name)
         }
+        for name, value in call.covariates.items():
+            if self._is_whole(name):
+                values[covariates_of(name)] = value
         if call.moving:
             values[_ARGUMENTS] = _joined(call.program.leaves())
         return self.memory.data_of(values)
@@ -504,7 +498,7 @@ def _with_plain_arguments_of(call: Call, other: Call) -> Call:
         if not all(isinstance(leaf, PLAIN) for leaf in tree_leaves(value)):
             bound.arguments[name] = value
     program = call.program._replace(args=bound.args, kwargs=bound.kwargs)
-    return replace(call, program=program)
+    return call._replace(program=program)
 
 
 def _joined(leaves: Sequence[Any]) -> Tensor:

@@ -9,7 +9,7 @@ latents it serves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,7 +31,7 @@ from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.parameters.additions import expert
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.masks import own_mask
-from pyro_nami.program.runner import changed_event_shape
+from pyro_nami.program.runner import Message, Values, changed_event_shape
 
 __all__ = [
     "Bounded",
@@ -55,11 +55,15 @@ class Rule:
     # the latents whose exact conditionals are derived before this one is drawn
     group: ConjugateGroup | None = None
     reads_prior: bool = False  # whether its density takes the model's distribution at the site
-    inside: bool = False  # whether it can be drawn inside a run of the model only
     # whether all of it was masked at the guide's first call, which shows not what reads it
     is_untold: bool = False
     # whether its prior is flat where the model masks it, as something reads its value there
     is_flat: bool = False
+
+    def solved(self, current: Pass) -> Any:
+        """Returns the conditionals of its group."""
+        assert self.group is not None
+        return current.derive(self.group)
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -77,8 +81,8 @@ class Rule:
         """Returns the distribution as the model gives it, without corrections, and whether it is exact."""
         return self.distribution(current, torch.Size(), None), True
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
-        """Returns the log density ``(*batch, *plates)`` in nats where all values are known, or adds it to the pass.
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor | Term:
+        """Returns the log density ``(*batch, *plates)`` in nats where all values are known, or what it is made of.
 
         Args:
             current: the pass.
@@ -87,11 +91,11 @@ class Rule:
         """
         raise NotImplementedError
 
-    def mask(self, site: Mapping[str, Any]) -> Tensor | None:
+    def mask(self, site: Message) -> Tensor | None:
         """Returns where the latent's density counts at its site of a run of the model; None: everywhere."""
         return None if self.is_flat else own_mask(site)
 
-    def masked(self, log_prob: Tensor, site: Mapping[str, Any]) -> Tensor:
+    def masked(self, log_prob: Tensor, site: Message) -> Tensor:
         """Returns a log density with zeros where the site is masked; as it is where no run of the model was needed."""
         mask = None if site["fn"] is None else self.mask(site)
         return log_prob if mask is None else torch.where(mask, log_prob, torch.zeros_like(log_prob))
@@ -111,12 +115,11 @@ class Prior(Rule):
     kind = "prior"
 
     reads_prior: bool = True
-    inside: bool = True
 
     def distribution(self, current: Pass, batch_shape: torch.Size, prior: Any) -> TorchDistribution:
         return prior
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
         return self.masked(site["fn"].log_prob(value), site)
 
 
@@ -129,13 +132,11 @@ class Exact(Rule):
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
-        assert self.group is not None
-        fn = current.derive(self.group).conditional(self.name, current.values, len(batch_shape))
+        fn = self.solved(current).conditional(self.name, current.values, len(batch_shape))
         return _expanded(fn, batch_shape)
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
-        assert self.group is not None
-        fn = current.derive(self.group).conditional(self.name, current.values)
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
+        fn = self.solved(current).conditional(self.name, current.values)
         return self.masked(fn.log_prob(value), site)
 
 
@@ -149,9 +150,6 @@ class Learned(Rule):
     family: Family = None  # type: ignore[assignment]
     anchored: bool = False  # whether its parameters are relative to the model's own conditional
     expert: bool = False  # whether its distribution is that conditional times evidence of its own
-    # batch dims of the plates ``factor.joint``, that are flattened into its elements
-    dims: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -159,11 +157,12 @@ class Learned(Rule):
         factor, event_shape = self.factor, self.family.layout.event_shape
         if prior is not None and prior.event_shape != event_shape:
             raise ValueError(changed_event_shape(self.name, event_shape, prior.event_shape))
-        for plate, dim, size in zip(factor.joint, self.dims, self.sizes):
+        for plate, (dim, size) in factor.joint.items():
             if batch_shape[dim] != size:
                 raise ValueError(fixed_size(self.name, plate, size, batch_shape[dim]))
         family = current.family(self.name, prior)
-        anchor = current.anchors[self.name] = self._anchor(family, prior)
+        anchor = self._anchor(family, prior)
+        current.anchors[self.name] = None if self.expert else anchor
         return self._with_fixed(
             current, lambda state: self._given(current, state, family, batch_shape, anchor)
         )
@@ -183,11 +182,12 @@ class Learned(Rule):
         anchor: Tensor | None,
     ) -> SiteDistribution:
         """Returns the distribution with parameters of a state; a fixed state gives them without gradients."""
-        if self.factor.sequential:
+        factor = self.factor
+        if factor.sequential:
             conditionals = self._conditionals(current, state, len(batch_shape))
             target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
             return family.autoregressive_distribution(
-                conditionals, anchor, target, self.dims, self.sizes
+                conditionals, anchor, target, factor.dims, factor.sizes
             )
         params = squeezed(self._params(state), len(batch_shape), 2)
         if params.shape[:-2] != batch_shape:
@@ -195,23 +195,21 @@ class Learned(Rule):
             params = params.expand(target + params.shape[-2:])
         return self._at_once(current, state, family, params, anchor)
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor | Term:
         family = current.family(self.name)
         is_masked = site["fn"] is not None and self.mask(site) is not None
         anchor, params = self._anchor(family, site["fn"]), self._params(current.state)
         if family.alike is None or is_masked or family.varies or self.factor.coupled:
             fn = self._at_once(current, current.state, family, params, anchor)
             return self.masked(fn.log_prob(value), site)
-        if current.validate and not family.layout.support.check(value).all():
+        if current.outside.validate and not family.layout.support.check(value).all():
             raise ValueError(
                 f"Expected values of '{self.name}' in {family.layout.support}; some are outside of it."
             )
         if anchor is not None and self.expert:
             params = expert(params, family.num_params)
         elements = family.layout.elements(value)
-        current.add(Term(family, params, anchor, elements))
-        log_abs_det = family.layout.log_abs_det(elements, value)
-        return None if log_abs_det is None else -log_abs_det
+        return Term(family, params, anchor, elements, family.layout.log_abs_det(elements, value))
 
     def target(self, current: Pass, value: Tensor, prior: Distribution) -> Tensor:
         family = current.family(self.name)
@@ -221,8 +219,7 @@ class Learned(Rule):
 
     def note(self, current: Pass, elements: Tensor) -> None:
         if self.name in current.anchors:
-            anchor = None if self.name in current.freedom else current.anchors[self.name]
-            current.state.note(self.name, elements, anchor, self.dims)
+            current.state.note(self.name, elements, current.anchors[self.name])
 
     def _anchor(self, family: Family, prior: Distribution | None) -> Tensor | None:
         return family.anchor(prior) if self.anchored and prior is not None else None
@@ -230,7 +227,7 @@ class Learned(Rule):
     def _params(self, state: Any) -> Tensor:
         """Returns the parameters; those of a block are given instance by instance."""
         params = state.params(self.name)
-        return to_instances(params, self.dims, self.sizes, parts=1)
+        return to_instances(params, self.factor.dims, self.factor.sizes, parts=1)
 
     def _at_once(
         self, current: Pass, state: Any, family: Family, params: Tensor, anchor: Tensor | None
@@ -241,7 +238,7 @@ class Learned(Rule):
             params = expert(params, family.num_params)
         if not self.factor.coupled:
             return family.distribution(params, anchor)
-        coupling = Coupling(state.coupling(self.name), self.dims, self.sizes)
+        coupling = Coupling(state.coupling(self.name), self.factor.dims, self.factor.sizes)
         return family.coupled_distribution(params, anchor, coupling)
 
     def _conditionals(self, current: Pass, state: Any, dims: int) -> Any:
@@ -266,7 +263,7 @@ class Located(Learned):
         fn = self._with_fixed(current, lambda state: self._bent(near, state, dims))
         return _expanded(fn, batch_shape)
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
         return self.masked(self._bent(self._near(current), current.state).log_prob(value), site)
 
     def note(self, current: Pass, elements: Tensor) -> None:
@@ -276,8 +273,7 @@ class Located(Learned):
         return self._near(current), False
 
     def _near(self, current: Pass, dims: int | None = None) -> JointNormal:
-        assert self.group is not None
-        return joint_normal(current.derive(self.group).conditional(self.name, current.values, dims))
+        return joint_normal(self.solved(current).conditional(self.name, current.values, dims))
 
     def _bent(self, near: JointNormal, state: Any, dims: int | None = None) -> TorchDistribution:
         assert self.group is not None
@@ -302,12 +298,12 @@ class Bounded(Learned):
     @property
     def order(self) -> Order:
         """The order in which the elements are drawn."""
-        return Order(self.factor.num_elements, self.dims, self.sizes)
+        return Order(self.factor.num_elements, self.factor.dims, self.factor.sizes)
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
-        solved, dims = self._solved(current), len(batch_shape)
+        solved, dims = self.solved(current), len(batch_shape)
         in_turn = isinstance(solved, InTurn) and self.factor.sequential
         near = (
             solved.prior(self.name, dims)
@@ -316,8 +312,8 @@ class Bounded(Learned):
         )
         return super().distribution(current, batch_shape, near)
 
-    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
-        near = self._solved(current).conditional(
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor | Term:
+        near = self.solved(current).conditional(
             self.name, {**self._known(current), self.name: value}
         )
         return super().log_prob(
@@ -325,16 +321,12 @@ class Bounded(Learned):
         )
 
     def _conditionals(self, current: Pass, state: Any, dims: int) -> Any:
-        conditionals, solved = super()._conditionals(current, state, dims), self._solved(current)
+        conditionals, solved = super()._conditionals(current, state, dims), self.solved(current)
         if not isinstance(solved, InTurn):
             return conditionals
         return ConditionalsInTurn(conditionals, solved.terms(self.name, self._known(current)), dims)
 
-    def _solved(self, current: Pass) -> Any:
-        assert self.group is not None
-        return current.derive(self.group)
-
-    def _known(self, current: Pass) -> dict[str, Tensor]:
+    def _known(self, current: Pass) -> Values:
         return {name: current.values[name] for name in self.before}
 
 

@@ -9,7 +9,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from pyro_nami.guide.rules import Exact, Located
 from pyro_nami.parameters.regression import regress
 from pyro_nami.program.isolation import on_ordinary_tensors
 from pyro_nami.program.masks import log_density_of
+from pyro_nami.program.runner import Sites, Values
 
 __all__ = ["DensityGuide"]
 
@@ -31,7 +32,7 @@ __all__ = ["DensityGuide"]
 class DensityGuide(LazyGuide):
     """A guide that takes values of all latents at once."""
 
-    def log_prob(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def log_prob(self, latents: Values, *args: Any, **kwargs: Any) -> Tensor:
         """Returns log q(latents | data) in nats, summed over sites and plates, in one dense pass.
 
         Args:
@@ -51,8 +52,8 @@ class DensityGuide(LazyGuide):
     def log_prob_of(
         self,
         weighted: bool,
-        latents: Mapping[str, Tensor],
-        sites: Mapping[str, Any] | None,
+        latents: Values,
+        sites: Sites | None,
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
@@ -71,8 +72,8 @@ class DensityGuide(LazyGuide):
     @on_ordinary_tensors
     def _log_prob(
         self,
-        latents: Mapping[str, Tensor],
-        sites: Mapping[str, Any] | None,
+        latents: Values,
+        sites: Sites | None,
         args: tuple,
         kwargs: dict[str, Any],
         names: Collection[str] | None = None,
@@ -82,11 +83,8 @@ class DensityGuide(LazyGuide):
             call = self._begin(args, kwargs, draws=False)
             plan, state = self._made(), self._start(call)
             target = call.target
-            hidden = target.hidden if target is not None else frozenset()
-            new = [
-                *call.from_prior,
-                *(name for name in (target.fresh if target else ()) if name not in plan.rules),
-            ]
+            hidden = target.hidden
+            new = [*call.from_prior, *(name for name in target.fresh if name not in plan.rules)]
             if new:
                 raise ValueError(new_site(new[0]))
             values = _left_of_plates(latents, plan, call.held.keys() | call.lacking | hidden)
@@ -97,11 +95,9 @@ class DensityGuide(LazyGuide):
                 )
                 sites = call.run({**call.held, **values}, until=plan.rules) if needed else {}
             total = self.network.zero()
-            for log_prob in densities(
-                start_pass(plan, state, call), plan, call, values, sites, names
-            ):
+            for log_prob in densities(start_pass(plan, state, call), values, sites, names):
                 total = total + sum_plates(log_prob, plan.plates.nesting)
-            if target is not None and target.fresh:
+            if target.fresh:
                 fresh = _left_of_plates(latents, plan, plan.rules.keys() - target.fresh)
                 sites = target.call.run({**values, **fresh}, until=fresh)
                 for name in fresh:
@@ -109,7 +105,7 @@ class DensityGuide(LazyGuide):
             return total
 
     @torch.no_grad()
-    def regress(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
+    def regress(self, latents: Values, *args: Any, **kwargs: Any) -> None:
         """Starts an untrained guide at the linear regression on simulations; see `pyro_nami.parameters.regression`.
 
         Args:
@@ -121,14 +117,11 @@ class DensityGuide(LazyGuide):
             name: rule.target(current, values[name], sites[name]["fn"])
             for name, rule in rules.items()
         }
-        dims = {name: list(rule.dims) for name, rule in rules.items()}
-        regress(self.network, current.state, targets, dims, self._options.embeddings)
+        regress(self.network, current.state, targets, self._options.embeddings)
 
     @torch.no_grad()
-    def misfits(
-        self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        """Returns where draws of the model speak against what was derived from it; see `_misfits`.
+    def misfits(self, latents: Values, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Returns where draws of the model speak against what was derived from it.
 
         Args:
             latents, *args, **kwargs: of many draws, as for `log_prob`.
@@ -137,57 +130,42 @@ class DensityGuide(LazyGuide):
             Latent -> for each draw whether its log density, given the others and the data, is not finite, and whether
             it is below those of 64 draws from the conditional, ``(2, draws)``.
         """
-        return _misfits(*self._at(latents, args, kwargs), self._made().plates.nesting)
-
-    def _at(
-        self, latents: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Pass, dict[str, Tensor], dict[str, Any]]:
-        """Returns a pass that knows all values, the latents' values, and the sites of a run of the model at them."""
-        call = self._begin(args, kwargs, draws=False)
-        plan, state = self._made(), self._start(call)
-        values = _left_of_plates(latents, plan, call.held)
-        sites = call.run({**call.held, **values}, until=plan.rules)
-        current = start_pass(plan, state, call)
-        know_all(current, plan, call, values, sites)
-        return current, values, sites
-
-
-def _misfits(
-    current: Pass, values: Mapping[str, Tensor], sites: Mapping[str, Any], nesting: int
-) -> dict[str, Tensor]:
-    """Returns latent -> boolean ``(2, simulations)``: whether its log density is not finite, or below all draws'.
-
-    Args:
-        current: a pass that knows all values.
-        values: of the latents.
-        sites: of a run of the model at these values.
-        nesting: number of plate dims.
-    """
-    found = {}
-    for name, value in values.items():
-        rule = current.rules[name]
-        if rule.group is not None:
+        current, values, sites = self._at(latents, args, kwargs)
+        nesting, found = current.plan.plates.nesting, {}
+        for name, value in values.items():
+            rule = current.rules[name]
+            if rule.group is None:
+                continue
             each: Any = rule.log_prob(current, value, sites[name])
             own = sum_plates(each, nesting)
             low = torch.zeros_like(own, dtype=torch.bool)
             if isinstance(rule, (Exact, Located)) and sites[name]["mask"] is None:
                 fn = rule.distribution(current, each.shape, None)
                 try:
-                    low = own < sum_plates(fn.log_prob(fn.sample((CHECKED_DRAWS,))), nesting).amin(
-                        0
-                    )
+                    others = sum_plates(fn.log_prob(fn.sample((CHECKED_DRAWS,))), nesting)
+                    low = own < others.amin(0)
                 except torch.OutOfMemoryError:
                     raise
                 except (RuntimeError, ValueError):
                     # A value that is no number; its log density shows it.
                     pass
             found[name] = torch.stack([~own.isfinite(), low])
-    return found
+        return found
+
+    def _at(
+        self, latents: Values, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Pass, Values, Sites]:
+        """Returns a pass that knows all values, the latents' values, and the sites of a run of the model at them."""
+        call = self._begin(args, kwargs, draws=False)
+        plan, state = self._made(), self._start(call)
+        values = _left_of_plates(latents, plan, call.held)
+        sites = call.run({**call.held, **values}, until=plan.rules)
+        current = start_pass(plan, state, call)
+        know_all(current, values, sites)
+        return current, values, sites
 
 
-def _left_of_plates(
-    latents: Mapping[str, Tensor], plan: Plan, known: Collection[str]
-) -> dict[str, Tensor]:
+def _left_of_plates(latents: Values, plan: Plan, known: Collection[str]) -> Values:
     """Returns every latent's value with batch dims left of the plate dims; see `AutoNaMIGuide.log_prob`."""
     nesting = plan.plates.nesting
     wanted = [name for name in plan.rules if name not in known and name in plan.bayesnet.sites]

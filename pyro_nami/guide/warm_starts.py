@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_nami.deriving.expansion import leading_shape
 from pyro_nami.program.memory import rows_in_memory
+from pyro_nami.program.runner import Values
 
 __all__ = ["DataSets", "Starts"]
 
@@ -30,9 +31,7 @@ class DataSets(NamedTuple):
     event_dims: Mapping[str, int]
 
     @classmethod
-    def of(
-        cls, values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int
-    ) -> DataSets | None:
+    def of(cls, values: Values, event_dims: Mapping[str, int], nesting: int) -> DataSets | None:
         """Returns the data sets of observed values ``(*batch, *plates, *event)``; None for a single one."""
         leading = leading_shape(values, event_dims, nesting)
         batch = leading[: len(leading) - nesting]
@@ -76,40 +75,31 @@ class Starts:
 
     def __init__(self, is_renewed: bool = False) -> None:
         self.is_renewed = is_renewed
-        self._rows: dict[int, int] = {}
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[int, dict[str, Tensor]] = {}
 
-    def find(self, data: DataSets, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def find(self, data: DataSets, others: Values | None = None) -> dict[str, Tensor]:
         """Returns the stored values ``(*batch, *plates, *event)``.
 
         Unknown data sets have the values of ``others``, by default NaN. If all are unknown, ``others`` are returned.
         """
-        rows, found = [self._rows.get(key, -1) for key in data.keys], dict(others or {})
-        if max(rows) < 0:
-            return found
-        unknown = [row < 0 for row in rows]
-        for name, kept in self._kept.items():
-            at = kept[rows]
-            at[unknown] = found[name].reshape(at.shape)[unknown] if name in found else torch.nan
-            found[name] = at.reshape(data.batch + kept.shape[1:])
+        found = dict(others or {})
+        known = [self._kept.get(key, {}) for key in data.keys]
+        for name, like in max(known, key=len).items():
+            other = found.get(name, torch.full_like(like, torch.nan))
+            rest = other.expand(data.batch + like.shape).reshape(-1, *like.shape)
+            rows = [each.get(name, row) for each, row in zip(known, rest)]
+            found[name] = torch.stack(rows).reshape(data.batch + like.shape)
         return found
 
-    def note(self, data: DataSets, values: Mapping[str, Tensor]) -> None:
+    def note(self, data: DataSets, values: Values) -> None:
         """Stores values of latents."""
         new = {name: data.rows(name, value.detach()) for name, value in values.items()}
+        kept = next(iter(self._kept.values()), {})
         shapes = {name: value.shape[1:] for name, value in new.items()}
-        known = {name: value.shape[1:] for name, value in self._kept.items()}
-        most = rows_in_memory(max((shape.numel() for shape in shapes.values()), default=1))
-        is_full = self.is_renewed and len(self._rows) + len(data.keys) > most
-        if is_full or not shapes.items() <= known.items():
-            self._rows, self._kept = {}, {name: value[:0] for name, value in new.items()}
-        for key in data.keys:
-            if len(self._rows) < most:
-                self._rows.setdefault(key, len(self._rows))
-        places = [i for i, key in enumerate(data.keys) if key in self._rows]
-        rows = [self._rows[data.keys[i]] for i in places]
-        for name, value in new.items():
-            kept = self._kept[name]
-            more = value.new_empty((len(self._rows) - len(kept), *shapes[name]))
-            self._kept[name] = torch.cat([kept, more])
-            self._kept[name][rows] = value[places]
+        most = rows_in_memory(max(map(torch.Size.numel, shapes.values()), default=1))
+        is_full = self.is_renewed and len(self._kept) + len(data.keys) > most
+        if is_full or shapes != {name: value.shape for name, value in kept.items()}:
+            self._kept = {}
+        for key, *rows in zip(data.keys, *new.values()):
+            if key in self._kept or len(self._kept) < most:
+                self._kept[key] = dict(zip(new, rows))

@@ -37,7 +37,8 @@ from pyro_nami.parameters.conditioning import Pooled, Source
 
 __all__ = ["Additions", "PseudoObservations", "expert", "initial_expert", "initial_rows"]
 
-MAX_LOG = 30.0  # size of log precisions: beyond, single precision overflows in products
+# size of log precisions: beyond, products of three overflow in single precision
+MAX_LOG = math.log(torch.finfo(torch.float32).max) / 3
 _RAW_ONE = math.log(math.expm1(1.0))  # the raw scale that stands for one
 FIRST_SHARE = (
     1e-3  # of a factor's first precision, that pseudo-observations bring: more would move its start

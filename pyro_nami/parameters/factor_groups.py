@@ -52,10 +52,10 @@ class Factor(NamedTuple):
 
     name: Any  # the latent's: any hashable
     batch: frozenset  # its plates that are dims of the network rather than elements of the factor
-    joint: tuple[str, ...]  # those that are flattened into its elements, outermost first
-    num_elements: (
-        int  # of an instance, times the instances in ``joint``, one instance after the other
-    )
+    # those that are flattened into its elements, outermost first, with batch dim and size
+    joint: Mapping[str, tuple[int, int]]
+    # of an instance, times the instances in ``joint``, one instance after the other
+    num_elements: int
     num_params: int  # parameters an element, of its family
     num_features: int  # features an element
     sources: tuple[Source, ...]  # what it reads
@@ -87,7 +87,17 @@ class Factor(NamedTuple):
     @property
     def own(self) -> Source:
         """Its own elements, as the other factors of its group read them."""
-        return flattened(Direct(self.name), self.joint)
+        return flattened(Direct(self.name), tuple(self.joint))
+
+    @property
+    def dims(self) -> list[int]:
+        """The batch dims of the plates in ``joint``."""
+        return [dim for dim, _ in self.joint.values()]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of the plates in ``joint``."""
+        return [size for _, size in self.joint.values()]
 
 
 def num_inputs(source: Pooled, sizes: Mapping[Source, int]) -> int:
@@ -108,7 +118,7 @@ def with_pseudo_observations(
         pseudo = []
         for source in factor.sources if factor.name in adding else ():
             pooled = pooled_part(source)
-            if pooled is None or flattened(pooled, factor.joint) not in parts_of(source):
+            if pooled is None or flattened(pooled, tuple(factor.joint)) not in parts_of(source):
                 continue
             width, first = num_inputs(pooled, sizes), heads.get(pooled, 0)
             count = factor.num_elements * sizes[pooled] // sizes[source]
@@ -153,7 +163,7 @@ def plan_steps(
 
     Example:
         >>> y, z = Direct("y"), Direct("z")
-        >>> first = Factor("z", frozenset(), (), 1, 2, 1, (y,))
+        >>> first = Factor("z", frozenset(), {}, 1, 2, 1, (y,))
         >>> factors = [first, first._replace(name="w", sources=(y, z))]
         >>> [(step.columns[0].source, step.rows) for step in plan_steps(factors, {"z": 0, "w": 1}, {y: 3, z: 1})]
         [(Direct(node='y'), {'z': 2}), (Direct(node='z'), {'w': 2})]

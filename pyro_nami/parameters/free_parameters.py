@@ -11,6 +11,7 @@ linearly: one lower triangular matrix for each factor (`pyro_nami.factors.normal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,12 +21,12 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_nami.networks.pace import Pace
+from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["MOST_COUPLED", "FreeParameters", "coupling_units"]
 
-MOST_COUPLED = (
-    1024  # elements that a linear map couples: their number squared is that of its weights
-)
+# elements that a linear map couples: its weights, as many as these squared, come with a gradient and two averages
+MOST_COUPLED = math.isqrt(rows_in_memory(4))
 BASE = 0.5  # elements that a row of a coupling may read before its weights are divided, see `networks.Base`
 
 

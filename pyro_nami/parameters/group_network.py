@@ -35,7 +35,7 @@ _VARYING = Base(32.0, 64.0, 8.0, paced=True)
 # unit of rows that are no locations: how scales move with other latents matters less, and is noisier
 SHAPE_UNIT = 0.1
 # least scale of an input, in units of its spread at the first call: of a single latent, and of what is pooled
-MIN_SCALE = 1e-6
+MIN_SCALE = torch.finfo(torch.float32).eps
 MIN_POOLED_SCALE = 0.1
 # floats for each weight of the output layer: weights, mask, masked weights, gradient and two of the optimizer's
 COPIES = 6
@@ -113,11 +113,12 @@ class GroupNetwork:
     ) -> None:
         self.factors, self.steps = tuple(factors), tuple(steps)
         columns, latents = self.columns(0, len(steps)), frozenset(latents)
-        # Sources of data alone; in a group without plates they are not read where data are the same in every call.
+        # Sources of data alone. Where data are the same in every call, a group without plates does not read them.
         self.data = frozenset(
             column.source for column in columns if latents.isdisjoint(nodes_of(column.source))
         )
-        self.constant = frozenset() if factors[0].batch else self.data
+        is_varied = simulated or varying or bool(factors[0].batch)
+        self.constant = frozenset() if is_varied else self.data
         rows = sum(factor.num_elements * factor.num_rows for factor in factors)
         inputs = sum(column.last - column.first for column in columns)
         column_bytes = rows * COPIES * torch.empty(0, **factory).element_size()
@@ -192,11 +193,6 @@ class GroupNetwork:
         for step in self.steps[begin:stop]:
             sizes.update(step.rows)
         return sizes
-
-    def pulls(self) -> Tensor:
-        """Returns zeros that move as the biases of all rows do, relative to their units."""
-        biases = self.mlp.output_bias() / self.mlp.bias_units
-        return biases - biases.detach()
 
     def standardize(self, x: Tensor, moving: Collection[Any]) -> None:
         """Standardizes inputs by the mean and standard deviation of ``x``, ``(*batch, columns)``, of simulations.

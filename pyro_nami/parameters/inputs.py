@@ -5,12 +5,14 @@ Feature tensors are ``(*left, *plates, features)``, with Pyro's plate dims in pl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_nami.deriving.expansion import broadcast
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.networks.reductions import Along, Reduction, Segments
 from pyro_nami.parameters.conditioning import Direct, Flattened, Pooled, Source
@@ -158,14 +160,5 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
     """Concatenates along the last dim after broadcasting the others."""
     if len(parts) == 1:
         return parts[0]
-    shapes = [part.shape[:-1] for part in parts]
-    if shapes.count(shapes[0]) != len(shapes):
-        # `torch.broadcast_shapes` takes as long as a small network
-        ndims = max(map(len, shapes))
-        padded = [(1,) * (ndims - len(shape)) + tuple(shape) for shape in shapes]
-        batch = tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded))
-        parts = [
-            part if part.shape[:-1] == batch else part.expand(batch + part.shape[-1:])
-            for part in parts
-        ]
-    return torch.cat(list(parts), dim=-1)
+    batch = functools.reduce(broadcast, [part.shape[:-1] for part in parts])
+    return torch.cat([part.expand(*batch, -1) for part in parts], -1)

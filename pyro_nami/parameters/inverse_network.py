@@ -47,13 +47,13 @@ from pyro_nami.parameters.free_parameters import FreeParameters, coupling_units
 from pyro_nami.parameters.group_network import GroupNetwork, PlacedFactor
 from pyro_nami.parameters.inputs import Pooling
 from pyro_nami.parameters.training import TrainedNetworks
+from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["InverseNetwork", "as_pyro_module", "coupling_of"]
 
 COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
 MIN_UNITS = 8  # of a hidden layer by default
 MAX_UNITS = 64
-UNITS_TIMES_INSTANCES = 2**20  # hidden units by instances of a group, at most, in guides for data
 
 
 def as_pyro_module(module: nn.Module) -> nn.Module:
@@ -161,8 +161,8 @@ class InverseNetwork(TrainedNetworks):
                 self.register_buffer(name, value)
 
     @functools.cached_property
-    def _read_when_constant(self) -> tuple[set[Source], set[Source]]:
-        """The sources that are still encoded, and those still summed, where data are the same in every call."""
+    def _read(self) -> tuple[set[Source], set[Source]]:
+        """The sources that are encoded, and those that are summed."""
         encoded, summed = set[Source](), set[Source]()
         for place in self.places.values():
             left = set(place.factor.sources) - place.group.constant
@@ -200,24 +200,21 @@ class InverseNetwork(TrainedNetworks):
             (shift, scale) if members == 1 else (shift.repeat(members, 1), scale.repeat(members, 1))
         )
 
-    def reads(self, name: Hashable, nodes: Collection[Hashable]) -> bool:
-        """Whether a factor reads any of some nodes."""
-        return not self.places[name].nodes.isdisjoint(nodes)
-
-    def pooling(self, constant: bool) -> tuple[Pooling, Pooling]:
+    def pooling(self) -> tuple[Pooling, Pooling]:
         """Returns the encoders, and the sums of pseudo-observations, with their parameters read now.
 
-        Where the data are ``constant``, only those that are used: optimizers may fail at parameters without a gradient.
+        These are only those that are used, as optimizers may fail at parameters without a gradient.
         """
 
-        def bound(modules: Mapping[Pooled, Any], still_read: Collection[Source]) -> Pooling:
-            used = [source for source in modules if not constant or source in still_read]
+        def bound(modules: Mapping[Pooled, Any], used: Collection[Source]) -> Pooling:
             return {
-                s: functools.partial(modules[s].forward, weights=modules[s].weights()) for s in used
+                source: functools.partial(module.forward, weights=module.weights())
+                for source, module in modules.items()
+                if source in used
             }
 
         encoders, sums = self._pooling
-        encoded, summed = self._read_when_constant
+        encoded, summed = self._read
         return bound(encoders, encoded), bound(sums, summed)
 
     # ---- where weights start
@@ -315,7 +312,8 @@ def _group(
         units = MAX_UNITS
         if not options["simulated"]:
             instances = math.prod(plates.sizes[plate] for plate in batch)
-            units = min(max(UNITS_TIMES_INSTANCES // instances, MIN_UNITS), MAX_UNITS)
+            # a unit has four numbers an instance: what goes in, what comes out, and their gradients
+            units = min(max(rows_in_memory(4 * instances), MIN_UNITS), MAX_UNITS)
         hidden_features = (units,)
     position = {name: i for i, name in enumerate(options["latents"])}
     return GroupNetwork(

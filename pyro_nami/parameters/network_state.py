@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
 from torch import Tensor
 
+from pyro_nami.deriving.expansion import squeezed
 from pyro_nami.factors.joint import to_sequence
 from pyro_nami.factors.normals import LinearMap
 from pyro_nami.networks.running import tempered
@@ -40,7 +40,8 @@ class GroupPass:
     @functools.cached_property
     def pulls(self) -> Tensor:
         """Zeros that move as the biases of all rows do, relative to their units."""
-        return self.group.pulls()
+        biases = self.group.mlp.output_bias() / self.group.mlp.bias_units
+        return biases - biases.detach()
 
     def advance(self, x: Tensor, stop: int) -> Tensor:
         """Returns the rows of the steps up to ``stop``, whose standardized inputs are ``x``, and keeps them."""
@@ -67,15 +68,13 @@ class NetworkState:
         network: the networks.
         maps: the call's index maps.
         learning: whether the pass goes into averages if it is trained on.
-        constant: whether the data of training are the same in every step.
-        offsets: whether the call has the instances that offsets are of.
-        indices: subsampled plate -> its instances.
+        indices: subsampled plate -> its instances; None for a call that lacks the instances that offsets are of.
         refinement: factor -> what is added to the parameters of this call's instances, ``(*plates, elements, params)``.
 
     Example:
         >>> from pyro_nami.parameters.conditioning import Direct, Plates
         >>> standard = {name: (torch.zeros(1), torch.ones(1)) for name in "yz"}
-        >>> factor = Factor("z", frozenset(), (), 1, 2, 1, (Direct("y"),))
+        >>> factor = Factor("z", frozenset(), {}, 1, 2, 1, (Direct("y"),))
         >>> options = {"latents": "z", "simulated": True, "shared": True, "hidden_features": (4,), "factory": {}}
         >>> network = InverseNetwork([factor], standard, Plates(()), make_encoder=None, adding=(), **options)
         >>> network.set_initial({"z": torch.tensor([[3.0, 0.0]])})
@@ -91,33 +90,24 @@ class NetworkState:
         maps: IndexMaps,
         *,
         learning: bool = False,
-        constant: bool = False,
-        offsets: bool = False,
         indices: Mapping[str, Tensor] | None = None,
         refinement: Mapping[Hashable, Tensor] | None = None,
     ) -> None:
         self.network = network
         self._remake = functools.partial(
-            NetworkState,
-            network,
-            maps,
-            constant=constant,
-            offsets=offsets,
-            indices=indices,
-            refinement=refinement,
+            NetworkState, network, maps, indices=indices, refinement=refinement
         )
-        self._constant = constant and not network.simulated
         self._learning = learning and not network.simulated
         self._record: TrainingRecord | None = None
         if self._learning and not torch.jit.is_tracing():  # a compiled pass runs no Python
             network.quicken()
             if network.groups and network.groups[0].running.due:
                 self._record = TrainingRecord([], {})
-        self._offsets = network.offsets.start(indices) if offsets and not network.simulated else {}
+        self._offsets = {} if indices is None else network.offsets.start(indices)
         for name, added in (refinement or {}).items():
             self._offsets[name] = self._offsets[name] + added if name in self._offsets else added
         self._couplings = network.couplings.start()
-        self._sources = Sources(network.plates.dims, maps, *network.pooling(self._constant))
+        self._sources = Sources(network.plates.dims, maps, *network.pooling())
         self._groups = {group: GroupPass(group) for group in network.groups}
         self._drawn: set[Hashable] = set()
         self._hooked = False  # whether something was told to note gradients that come back
@@ -159,23 +149,22 @@ class NetworkState:
             pull = pull + (offset - offset.detach()) / place.locations(place.group.mlp.bias_units)
         return self.network.affine(name)[1][:, 0] * pull
 
-    def note(
-        self, name: Hashable, elements: Tensor, anchor: Tensor | None, dims: Sequence[int]
-    ) -> None:
-        """Records a draw, relative to its anchor, for averages; ``dims`` are those of a block."""
-        if self._record is None or not self.network.places[name].factor.locations:
+    def note(self, name: Hashable, elements: Tensor, anchor: Tensor | None) -> None:
+        """Records a draw, relative to its anchor, for averages."""
+        factor = self.network.places[name].factor
+        if self._record is None or not factor.locations:
             return
         if anchor is not None:
             location, scale = anchor.detach().unbind(-1)
             elements = (elements - location) / scale
         elements = elements.detach().to(self.network.like.dtype)
-        self._record.innovations[name] = to_sequence(elements, dims)
+        self._record.innovations[name] = to_sequence(elements, factor.dims)
 
     def settle(self) -> None:
         """Centers the inputs that are data on those of this call, all of which must be known."""
         for group in self.network.groups:
             for source, first, last, start in group.columns(0, len(group.steps)):
-                if source in group.data:
+                if source in group.data - group.constant:
                     x = self._sources.value(source)[..., first:last]
                     group.running.settle(x, start, start + last - first)
             group.running.settled = True
@@ -196,8 +185,9 @@ class NetworkState:
 
     def fixed(self, name: Hashable) -> NetworkState | Numbers:
         """Returns a state that gives a factor's parameters with network outputs detached from their weights."""
-        factor = self.network.places[name].factor
-        if factor.sequential or factor.coupled or self.network.reads(name, self._drawn):
+        place = self.network.places[name]
+        is_at_once = not (place.factor.sequential or place.factor.coupled)
+        if not is_at_once or not place.nodes.isdisjoint(self._drawn):
             return self._fixed
         return Numbers(self)
 
@@ -229,29 +219,30 @@ class NetworkState:
         """Returns what draws a sequential factor's elements one by one; ``ndims`` are the batch dims of its site."""
         place = self.network.places[name]
         self._advance(place, 1)
-        group = self._groups[place.group]
+        group, pull = self._groups[place.group], self._pull(place)
         return ElementConditionals(
             place.factor,
             self.network.affine(name),
-            _trimmed(group.rows[name][..., : place.factor.num_rows], ndims),
+            squeezed(group.rows[name][..., : place.factor.num_rows], ndims, 1),
             group.state,
             functools.partial(self._standardized, place.group),
             self._additions(place, ndims),
-            _trimmed(self._pull(place), ndims),
+            None if pull is None else squeezed(pull, ndims, 1),
         )
 
-    def _additions(self, place: PlacedFactor, ndims: float = math.inf) -> Additions:
+    def _additions(self, place: PlacedFactor, ndims: int | None = None) -> Additions:
         """Returns what adds to the rows of a factor; what never changes is left to its biases."""
         factor = place.factor
         totals: list[Tensor | None] = []
         for each in factor.pseudo:
-            if self._constant and each.source in place.group.constant:
+            if each.source in place.group.constant:
                 totals.append(None)
             else:
                 total = each.of_elements(self._sources.total(each.source), factor.num_elements)
-                totals.append(_trimmed(total, ndims + 1))
+                totals.append(squeezed(total, ndims, 2))
         counts = [factor.num_params, *(each.num_params for each in factor.pseudo)]
-        offset = _trimmed(self._offsets.get(factor.name), ndims + 1)
+        offset = self._offsets.get(factor.name)
+        offset = None if offset is None else squeezed(offset, ndims, 2)
         affine = self.network.affine(factor.name) if totals else ()
         return Additions(counts, totals, affine, offset)
 
@@ -274,7 +265,7 @@ class NetworkState:
         ones = (1,) * self.network.plates.nesting
         parts = []
         for source, first, last, start in group.columns(begin, stop):
-            if self._constant and source in group.constant:
+            if source in group.constant:
                 parts.append(group.running.center[start : start + last - first].view(*ones, -1))
             else:
                 value = self._sources.value(source)
@@ -325,7 +316,7 @@ class ElementConditionals(NamedTuple):
         rows, state = state.advance(
             self.inputs(state.step, state.step + 1, tempered(seen)), state.step + 1
         )
-        params = self.additions.params(_trimmed(rows, features.dim() - 1), element)
+        params = self.additions.params(squeezed(rows, features.dim() - 1, 1), element)
         return params, functools.partial(self._next, state, element + 1)
 
     def all(self, features: Tensor) -> Tensor:
@@ -333,7 +324,7 @@ class ElementConditionals(NamedTuple):
         begin, stop = self.state.step, self.state.step + self.factor.num_elements - 1
         seen = tempered(self._standardized(features))[..., :-1, :].flatten(-2)
         rows, _ = self.state.advance(self.inputs(begin, stop, seen), stop)
-        rows = _trimmed(rows, features.dim() - 2).unflatten(-1, (-1, self.factor.num_rows))
+        rows = squeezed(rows, features.dim() - 2, 1).unflatten(-1, (-1, self.factor.num_rows))
         first = self.rows.unsqueeze(-2)
         return self.additions.params(
             torch.cat([first.expand(rows.shape[:-2] + first.shape[-2:]), rows], -2)
@@ -342,10 +333,3 @@ class ElementConditionals(NamedTuple):
     def _standardized(self, features: Tensor, at: Any = slice(None)) -> Tensor:
         shift, scale = self.affine
         return torch.addcmul(shift[at], features.to(shift.dtype), scale[at])
-
-
-def _trimmed(rows: Any, ndims: float) -> Any:
-    """Returns rows ``(*batch, n)``, if there are any, without leading batch dims of size 1 beyond ``ndims``."""
-    while rows is not None and rows.dim() - 1 > ndims and rows.shape[0] == 1:
-        rows = rows[0]
-    return rows

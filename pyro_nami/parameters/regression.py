@@ -22,7 +22,6 @@ from pyro_nami.parameters.network_state import NetworkState
 
 __all__ = ["regress"]
 
-RIDGE = 1e-5  # in units of the mean square of the inputs: keeps inputs that nearly depend on each other apart
 ROWS_PER_INPUT = 4  # simulations for each coefficient: with fewer, the regression would be overfit
 
 
@@ -31,14 +30,12 @@ def regress(
     network: InverseNetwork,
     state: NetworkState,
     targets: Mapping[Any, Tensor],
-    dims: Mapping[Any, list[int]],
     moving: Collection[Any] = (),
 ) -> None:
     """Standardizes inputs, and writes regressions of all factors whose locations are one an element.
 
     All values of a batch of simulations are known to ``state``. ``targets`` are factors' elements relative to the
-    anchor, ``(*batch, elements)``, ``dims`` the batch dims of the plates that factors are blocks of, and ``moving`` the
-    nodes whose features are learned.
+    anchor, ``(*batch, elements)``, and ``moving`` the nodes whose features are learned.
     """
     for group in network.groups:
         if group.mlp.is_trained():
@@ -53,7 +50,7 @@ def regress(
             if len(factor.locations) != 1 or factor.name not in targets or factor.pseudo:
                 # a regression on a set of one size would be taken for what instances say at any size
                 continue
-            goal = to_sequence(targets[factor.name], dims[factor.name])
+            goal = to_sequence(targets[factor.name], factor.dims)
             both = concatenate([inputs, goal]).flatten(0, -2)
             rows = place.locations(numbers).tolist()
             _regress_rows(
@@ -71,11 +68,11 @@ def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor)
         design, goal = x[fine][:, columns].double(), goal[fine].double()
         center, middle = design.mean(0), goal.mean()
         design = design - center
-        gram = design.mT @ design
-        ridge = RIDGE * gram.diagonal().mean().clamp(min=1e-12) if len(columns) else gram
-        slope = torch.linalg.solve(
-            gram + ridge * torch.eye(len(columns)).to(gram), design.mT @ (goal - middle)
+        # inputs that single precision hardly tells apart share their slope
+        inverse = torch.linalg.pinv(
+            design.mT @ design, hermitian=True, rtol=torch.finfo(torch.float32).eps
         )
+        slope = inverse @ (design.mT @ (goal - middle))
         left = goal - middle - design @ slope
         spread = (left.square().sum() / max(count - len(columns) - 1, 1)).sqrt()
         if not (slope.isfinite().all() and spread.isfinite() and spread > 0):

@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 
+Values = Mapping[str, Tensor]  # site -> its value
+Message = Mapping[str, Any]  # of one site in a run, as Pyro has it
+Sites = Mapping[str, Any]  # site -> its message
 # Runs a model with values at sites, and may be told which sites it is for; returns its sites.
 RunModel = Callable[..., Mapping[str, Any]]
 
