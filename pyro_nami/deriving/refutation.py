@@ -73,6 +73,7 @@ class Refutation:
         draws: values of all sites, at which densities are probed: with data of the same draw, as far from the data
             many a density looks quadratic. Those that lack a latent are passed over.
         is_given: whether conditionals are for the data of the first draw alone.
+        is_weighted: whether weights correct draws, so that a grid in a plate may be inaccurate far from the data.
 
     Attributes:
         refused: latent -> why its conditional is not exact, as last found.
@@ -85,6 +86,7 @@ class Refutation:
     run: RunModel
     draws: Sequence[Mapping[str, Tensor]]
     is_given: bool = False
+    is_weighted: bool = False
     refused: dict[str, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     open: set[str] = field(default_factory=set)
@@ -129,7 +131,8 @@ class Refutation:
             # open; nor data at which a grid is inaccurate, where the grid is not for these. The first draw holds the
             # data themselves.
             mute = reason.startswith((_NOT_FINITE, OPEN, _LOOSE, CUT[: CUT.index("{")]))
-            mute |= reason == INACCURATE and self.is_given and not group.needed
+            is_one_of_many = self.is_weighted and group.num_lifted > 0
+            mute |= reason == INACCURATE and self.is_given and (not group.needed or is_one_of_many)
             if reason and reason != _FLAT and (is_first or not mute):
                 return reason
             told, flat = told + (not reason), reason if reason == _FLAT else flat

@@ -19,7 +19,7 @@ from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.first_latents import check_first, log_modes
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.order import find_order, search_forms, too_long
+from pyro_nami.guide.order import LONG_RUN, find_order, is_small, num_operations, search_forms
 from pyro_nami.guide.plan import Plan, SamplingOrder
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
@@ -95,27 +95,46 @@ def assemble(
         return found
 
 
-def _found(first: FirstCall, may_skip: bool = True) -> Assembled:
-    """Returns a plan, whose first latents are checked, and its networks.
+def _found(first: FirstCall) -> Assembled:
+    """Returns the plan that leaves fewest latents to be learned, whose first latents are checked, and its networks.
 
-    Where ``may_skip``, forms are not searched for that would take too many runs of a long model.
+    A few numbers are also searched for together without trying forms: before these where a run takes long.
     """
+    ways: list[Mapping[str, str]] = [{}]
+    if is_small(first):
+        count = num_operations(first)
+        reason = (
+            f"they are few, and a run of the model takes {count:,} operations: no form is tried"
+        )
+        ways.append(dict.fromkeys(first.net.latent, reason))
+        if count > LONG_RUN:
+            ways.reverse()
+    best = None
+    for skipped in ways:
+        found = _found_beside(first, skipped)
+        if best is None or found.plan.num_underived < best.plan.num_underived:
+            best = found
+        if not best.plan.num_underived[0]:
+            break
+    assert best is not None
+    return best
+
+
+def _found_beside(first: FirstCall, skipped: Mapping[str, str]) -> Assembled:
+    """Returns a plan, whose first latents are checked, and its networks, where forms of some latents are not tried."""
     cut = dict[str, str]()  # latents whose priors turn out not to be flat, and why
     flaws = dict[str, str]()  # forms that do not hold of the latents that come first, and why
-    skipped = too_long(first) if may_skip else {}
     search = search_forms(first, cut, skipped)
     while True:
         plan, network = _planned(first, find_order(first, search, flaws))
         current = _first_pass(first, plan, network)
         more, found = check_first(current)
-        if skipped and (more or not any(each.comes_first for each in plan.groups.values())):
-            return _found(first, may_skip=False)
         if not (more or found):
             return Assembled(plan, network, current.call.derived.tables, first.prototype)
         flaws.update(more)
         if found:
             cut.update(found)
-            search = search_forms(first, cut)
+            search = search_forms(first, cut, skipped)
 
 
 def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> Pass:

@@ -27,7 +27,15 @@ from pyro_nami.messages import quoted
 from pyro_nami.program.flat_priors import improper_posterior, is_improper
 from pyro_nami.program.masks import log_density_of
 
-__all__ = ["Search", "find_order", "invert", "search_forms", "too_long"]
+__all__ = [
+    "LONG_RUN",
+    "Search",
+    "find_order",
+    "is_small",
+    "num_operations",
+    "invert",
+    "search_forms",
+]
 
 # Operations of a run with gradients: loops of 100 steps have more, vectorized models have at most 170.
 LONG_RUN = 500
@@ -105,23 +113,22 @@ def _integrates(first: FirstCall, group: ConjugateGroup) -> bool:
     return group.has_mode and not first.frames[name] and bool(local)
 
 
-def too_long(first: FirstCall) -> dict[str, str]:
-    """Returns latent -> why no form of it is to be tried, for a guide for weights of few numbers and a long model.
+def is_small(first: FirstCall) -> bool:
+    """Whether a guide for weights has few numbers, all real: some dozens of runs find a mode of all together."""
+    values = [first.nodes[name]["value"] for name in first.net.latent if name in first.nodes]
+    numbers = sum(value.numel() for value in values)
+    is_real = all(value.is_floating_point() for value in values)
+    return first.options.is_weighted and is_real and numbers <= FEW_NUMBERS
 
-    To find forms takes hundreds of runs, to search for the mode of all numbers together some dozens.
-    """
+
+def num_operations(first: FirstCall) -> int:
+    """Returns how many operations with gradients a run of the model takes; to find forms takes hundreds of runs."""
     latents = [name for name in first.net.latent if name in first.nodes]
     values = {name: first.nodes[name]["value"].detach().clone() for name in latents}
-    is_real = all(value.is_floating_point() for value in values.values())
-    numbers = sum(value.numel() for value in values.values())
-    if not (first.options.is_weighted and is_real and numbers <= FEW_NUMBERS):
-        return {}
     with torch.enable_grad():
         sites = first.run({name: value.requires_grad_() for name, value in values.items()})
         densities = [log_density_of(sites[name]) for name in first.data if name in sites]
-    count = sum(1 for _ in operations_of(*densities))
-    reason = f"a run of the model takes {count:,} operations, too many to try forms"
-    return dict.fromkeys(latents, reason) if count > LONG_RUN else {}
+    return sum(1 for _ in operations_of(*densities))
 
 
 def search_forms(
@@ -231,6 +238,7 @@ def _finder(first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str, str]
             first.run,
             [own, *first.draws[:6]],
             is_given=not options.simulated,
+            is_weighted=options.is_weighted,
         ),
         net=first.net,
         nodes=first.nodes,
