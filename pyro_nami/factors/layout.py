@@ -161,8 +161,9 @@ class UnconstrainedLayout(Layout):
     def elements(self, value: Tensor) -> Tensor:
         if self.bijection is not None:
             value = self.bijection.inv(interior(self.support, value))
-        batch = value.shape[: value.dim() - len(self.free_shape)]
-        return value.reshape(batch + (self.num_elements,))
+        if not self.free_shape:
+            return value.unsqueeze(-1)
+        return value.flatten(-len(self.free_shape))  # whatever its size, which another check names
 
     def log_abs_det(self, elements: Tensor, value: Tensor) -> Tensor | None:
         if self.bijection is None:

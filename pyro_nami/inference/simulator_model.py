@@ -124,7 +124,7 @@ def with_drawn_data(
     data = {}
     for name in observed:
         site = sites.get(name, {})
-        if is_delta(site.get("fn")):
+        if site and is_delta(site["fn"]):
             # by default a deterministic site has all dims for events
             ndims = len(site["fn"].event_shape)
             whole = site["infer"].get("_deterministic") and ndims == site["value"].dim()
