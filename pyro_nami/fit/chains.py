@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -76,7 +76,7 @@ def run_chains(
     drawn: WeightedSamples,
     num: int,
     seconds: float,
-    tick: Callable[[], None],
+    tick: Callable[[], Any],
 ) -> Chains:
     """Returns chains that began at weighted draws, and went on until they agreed, or time was up.
 
@@ -132,14 +132,14 @@ class Chains:
     now: Tensor
     seen: Tensor
     length: int
-    tick: Callable[[], None]
+    tick: Callable[[], Any]
     kept: list[Tensor] = field(default_factory=list)
     rounds: int = 0
     r_hat: float = math.inf
     effective: float = 0.0
 
     @classmethod
-    def of(cls, start: Start, num: int, standardized: bool, tick: Callable[[], None]) -> Chains:
+    def of(cls, start: Start, num: int, standardized: bool, tick: Callable[[], Any]) -> Chains:
         """Returns chains at a start of ``num`` draws, in units of the priors' scales if ``standardized``."""
         rows, length = slice(0, 1), max(FEWEST, math.ceil(num / CHAINS))
         path, position = start.path(num, rows, standardized)

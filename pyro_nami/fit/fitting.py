@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from pyro_nami.fit.training import train
 from pyro_nami.fit.verdict import LEAST_EFFECTIVE, checked, of_weights, untrusted
 from pyro_nami.guide import first_latents
 from pyro_nami.guide.nami import AutoNaMIGuide
-from pyro_nami.inference.importance import importance_sample
+from pyro_nami.inference.importance import weighted_draws
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples
 from pyro_nami.messages import check_counts, quoted, warn
@@ -167,15 +166,7 @@ class _Fitting:
     def _weighed(self, num: int) -> WeightedSamples:
         """Returns weighted draws of the guide."""
         before = time.process_time()
-        with _quiet():
-            drawn = importance_sample(
-                self.program.model,
-                self.guide,
-                *self.program.args,
-                num_samples=num,
-                defensive=self._share_of_prior,
-                **self.program.kwargs,
-            )
+        drawn = weighted_draws(self._target, {}, num)
         self.a_draw = (time.process_time() - before) / num
         return drawn
 
@@ -207,10 +198,7 @@ class _Fitting:
         """Takes draws of chains; where these do not agree, more weighted draws if the weights are better then."""
         self._say("running chains")
         try:
-            with _quiet():
-                found = run_chains(
-                    self._target, self._found, self.num, CHAINS, lambda: self.bar.update()
-                )
+            found = run_chains(self._target, self._found, self.num, CHAINS, self.bar.update)
         except (NotImplementedError, ValueError):
             return self._draw_more()
         agree = "agree" if found.agree else "do not agree"
@@ -321,11 +309,3 @@ def _without_log_of_modes() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides warnings of bad weights, which the verdict tells."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The importance weights are")
-        yield

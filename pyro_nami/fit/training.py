@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
+import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import ClippedAdam
@@ -24,6 +27,7 @@ DECAY = 0.1  # of the rate within a round
 PARTICLES = 16  # draws in each step, at once
 PARTICLES_ONE_BY_ONE = 2  # where the model takes one at a time
 SHOWN = 10  # steps, after which progress is told
+LOSSES = 20  # of which the mean is the loss of a round
 
 
 def train(
@@ -34,7 +38,7 @@ def train(
     seconds: float,
     tick: Callable[[str], None],
 ) -> None:
-    """Trains a guide in rounds, and leaves it as it was after the best one.
+    """Trains a guide in rounds, and leaves it as it was after the one with the lowest loss.
 
     A round is made while it costs less time than the draws that the weights waste: with an effective share s of the
     draws, n effective ones cost n / s of them.
@@ -56,8 +60,14 @@ def train(
     args, kwargs = target.program.args, target.program.kwargs
     # whose own parameters stay as they are
     held = poutine.block(model.target.program.model, hide_types=["param"])
+
+    @torch.no_grad()
+    def loss() -> float:
+        mean = fmean(elbo.loss(held, guide, *args, **kwargs) for _ in range(LOSSES))
+        return math.inf if math.isnan(mean) else mean
+
     begun, a_round = time.process_time(), 0.0
-    best, weights = _waste(weigh()), copy.deepcopy(guide.state_dict())
+    best, weights = loss(), copy.deepcopy(guide.state_dict())
     for i in range(MOST_ROUNDS):
         if time.process_time() - begun + 2 * a_round > seconds:
             break
@@ -71,21 +81,13 @@ def train(
             if time.process_time() - begun > seconds:
                 break
         a_round = time.process_time() - before
+        if (now := loss()) <= best:
+            best, weights = now, copy.deepcopy(guide.state_dict())
         before = time.process_time()
         found = weigh()
         a_draw = (time.process_time() - before) / found.num_samples
-        if _waste(found) <= best:
-            best, weights = _waste(found), copy.deepcopy(guide.state_dict())
-        wasted = drawn.num_samples / _share(found) * a_draw
+        share = float(found.effective_sample_size) / found.num_samples
+        wasted = drawn.num_samples / share * a_draw
         if found.pareto_k <= K_MAX and wasted < 2 * a_round:
             break
     guide.load_state_dict(weights)
-
-
-def _share(drawn: WeightedSamples) -> float:
-    return float(drawn.effective_sample_size) / drawn.num_samples
-
-
-def _waste(drawn: WeightedSamples) -> tuple[bool, float]:
-    """Returns whether weights have a heavy tail, and how many draws make an effective one."""
-    return not bool(drawn.pareto_k <= K_MAX), 1 / _share(drawn)
