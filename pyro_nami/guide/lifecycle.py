@@ -318,6 +318,7 @@ class LazyGuide(AutoGuide):
             network.renew()
         if not network.settled:
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
+                network.take_stored()
                 state = NetworkState(network, call.maps)
                 self._tell(state, call)
                 state.settle()

@@ -200,6 +200,12 @@ class InverseNetwork(TrainedNetworks):
             (shift, scale) if members == 1 else (shift.repeat(members, 1), scale.repeat(members, 1))
         )
 
+    def take_stored(self) -> None:
+        """Takes the parameter store's weights for all encoders, those that no pass reads included."""
+        for modules in self._pooling:
+            for module in modules.values():
+                module.weights()
+
     def pooling(self) -> tuple[Pooling, Pooling]:
         """Returns the encoders, and the sums of pseudo-observations, with their parameters read now.
 

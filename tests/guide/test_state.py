@@ -346,6 +346,23 @@ def test_a_second_guide_shares_parameters_in_the_store_and_says_so(caplog):
     assert not caplog.messages
 
 
+def test_a_second_guide_has_all_weights_in_the_store_those_that_nothing_reads_included():
+    """Encoders of data that are the same in every call are not read, as they add a constant."""
+
+    def model(y):
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Cauchy(z[..., :1], z[..., 1:].exp()), obs=y)
+
+    y = torch.randn(5)
+    first, second = (AutoNaMIGuide(model, rules={"z": "learned"}) for _ in range(2))
+    first(y)
+    second(y)
+    pairs = list(zip(first.named_parameters(), second.named_parameters()))
+    assert any("encoders" in name for (name, _), _ in pairs)
+    assert all(torch.equal(value, other) for (_, value), (_, other) in pairs)
+
+
 def test_parameters_of_another_guide_in_the_store_are_named():
     learned(CHAIN)(Y)
     with pytest.raises(ValueError, match="clear_param_store"):
