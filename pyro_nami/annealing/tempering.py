@@ -94,8 +94,8 @@ class TemperedPath:
         target: the model, and the guide to start from; without a guide, paths start from the prior.
         extent: chains and data sets.
         shapes: shapes of the unconstrained latents, right of the batch dims, in their order in a position.
-        standardized: whether latents with a location and a scale are in units of these, so that the scale of a prior
-            that moves does not bend the density (a non-centred parameterization).
+        standardized: whether a latent whose prior has a location and a scale is in units of both, which other latents
+            may move (a non-centred parameterization).
 
     Example:
         >>> import pyro.distributions as dist

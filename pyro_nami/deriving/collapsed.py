@@ -336,7 +336,7 @@ class Collapsed:
 
     def _take(self, vectors: Sequence[BentVector], log_shares: Tensor) -> None:
         """Takes a mixture of vectors, by shares ``(vectors,)``."""
-        if log_shares.isnan().any():  # as no part has points at which the density is finite
+        if log_shares.isnan().any():  # the density is finite at no point of a part
             vectors, log_shares = [self._vector], torch.zeros_like(log_shares[:1])
         self._parts = [self._conditionals(vector) for vector in vectors]
         self._log_shares = log_shares

@@ -30,9 +30,11 @@ from pyro_nami.program.many_draws import FEWEST_DRAWS
 __all__ = ["Chains", "run_chains"]
 
 CHAINS = 128  # that run at once; a run of the model for 128 draws takes hardly longer than for one
-DIVERSE = 0.25  # share of the draws from which chains begin that are effective
+# Effective share of the draws that chains begin at. Where all began at one, the R-hat of 388 numbers was 3.9 after
+# as many seconds, in place of 1.9.
+DIVERSE = 0.25
 FEWEST = 16  # transitions of a round
-COMPARED = 2  # rounds in either coordinates, after which the better ones go on alone
+COMPARED = 2  # rounds in both coordinates, after which chains run in the better ones alone
 MOST_R_HAT = 1.05  # of chains that agree
 ACCEPTANCE = 0.8  # of a transition, that the step size is chosen for
 FIRST_STEP = 0.3  # in standard deviations
@@ -192,7 +194,10 @@ class Chains:
 
 
 def _spread(drawn: WeightedSamples) -> WeightedSamples:
-    """Returns draws with a power of their weights under which enough are effective, as chains from one tell nothing."""
+    """Returns the draws with tempered weights, under which enough of them are effective.
+
+    Chains that all begin at one draw have no spread to be whitened by, and do not leave it for long.
+    """
     while float(drawn.effective_sample_size) < DIVERSE * drawn.num_samples:
         drawn = WeightedSamples(drawn.samples, drawn.log_weights / 2, drawn.plates)
     return drawn

@@ -27,7 +27,7 @@ DECAY = 0.1  # of the rate within a round
 PARTICLES = 16  # draws in each step, at once
 PARTICLES_ONE_BY_ONE = 2  # where the model takes one at a time
 SHOWN = 10  # steps, after which progress is told
-LOSSES = 20  # of which the mean is the loss of a round
+LOSSES = 20  # estimates, of `PARTICLES` draws each, whose mean is the loss after a round
 
 
 def train(

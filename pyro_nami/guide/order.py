@@ -10,10 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.expansion import operations_of
 from pyro_nami.deriving.finder import COMPILED, Finder
 from pyro_nami.deriving.refutation import OPEN, Refutation
 from pyro_nami.graph.inverse import Inverse
@@ -25,21 +22,8 @@ from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import SamplingOrder
 from pyro_nami.messages import quoted
 from pyro_nami.program.flat_priors import improper_posterior, is_improper
-from pyro_nami.program.masks import log_density_of
 
-__all__ = [
-    "LONG_RUN",
-    "Search",
-    "find_order",
-    "is_small",
-    "num_operations",
-    "invert",
-    "search_forms",
-]
-
-# Operations of a run with gradients: loops of 100 steps have more, vectorized models have at most 170.
-LONG_RUN = 500
-FEW_NUMBERS = 12  # whose mode, and bent Normal about it, some 40 runs find
+__all__ = ["Search", "find_order", "invert", "search_forms"]
 
 
 class Search(NamedTuple):
@@ -113,27 +97,7 @@ def _integrates(first: FirstCall, group: ConjugateGroup) -> bool:
     return group.has_mode and not first.frames[name] and bool(local)
 
 
-def is_small(first: FirstCall) -> bool:
-    """Whether a guide for weights has few numbers, all real: some dozens of runs find a mode of all together."""
-    values = [first.nodes[name]["value"] for name in first.net.latent if name in first.nodes]
-    numbers = sum(value.numel() for value in values)
-    is_real = all(value.is_floating_point() for value in values)
-    return first.options.is_weighted and is_real and numbers <= FEW_NUMBERS
-
-
-def num_operations(first: FirstCall) -> int:
-    """Returns how many operations with gradients a run of the model takes; to find forms takes hundreds of runs."""
-    latents = [name for name in first.net.latent if name in first.nodes]
-    values = {name: first.nodes[name]["value"].detach().clone() for name in latents}
-    with torch.enable_grad():
-        sites = first.run({name: value.requires_grad_() for name, value in values.items()})
-        densities = [log_density_of(sites[name]) for name in first.data if name in sites]
-    return sum(1 for _ in operations_of(*densities))
-
-
-def search_forms(
-    first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str, str] | None = None
-) -> Search:
+def search_forms(first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str, str]) -> Search:
     """Returns the inverse with most derived conditionals, and these.
 
     Args:
@@ -143,7 +107,7 @@ def search_forms(
     """
     options = first.options
     check_names("rules", options.rules, first.net.latent, "a latent site")
-    finder = _finder(first, cut, skipped or {})
+    finder = _finder(first, cut, skipped)
     is_free = options.inverse == "auto" and options.blocks is None
     block = finder.block() if finder and is_free else []
     candidates: list[Sequence[Sequence[str]]] = [block]
