@@ -94,8 +94,8 @@ class TemperedPath:
         target: the model, and the guide to start from; without a guide, paths start from the prior.
         extent: chains and data sets.
         shapes: shapes of the unconstrained latents, right of the batch dims, in their order in a position.
-        standardized: whether a latent whose prior has a location and a scale is in units of both, which other latents
-            may move (a non-centred parameterization).
+        standardized: latents in units of their priors' locations and scales, which other latents may move (a
+            non-centred parameterization); see `Start.scaled`.
 
     Example:
         >>> import pyro.distributions as dist
@@ -110,7 +110,7 @@ class TemperedPath:
     target: Target
     extent: Extent
     shapes: Mapping[str, torch.Size]
-    standardized: bool = False
+    standardized: frozenset[str] = frozenset()
 
     def at(self, position: Tensor) -> Point:
         """Returns the point at a position, by a run of the model.
@@ -158,10 +158,9 @@ class TemperedPath:
 
     def _bijection(self, site: Any) -> Transform:
         """Returns the transform from real space to the support of a latent."""
-        transform, fn = _bijection(site), innermost(site["fn"])
-        is_real = fn.support is constraints.real or isinstance(fn, LogNormal)
-        if not (self.standardized and is_real and hasattr(fn, "loc") and hasattr(fn, "scale")):
-            return transform
+        if site["name"] not in self.standardized:
+            return _bijection(site)
+        fn: Any = innermost(site["fn"])
         each = ComposeTransform([AffineTransform(fn.loc, fn.scale), biject_to(fn.support)])
         return IndependentTransform(each, site["fn"].event_dim)
 
@@ -214,6 +213,18 @@ class Start:
         return cls(target, latents, given)
 
     @property
+    def scaled(self) -> list[str]:
+        """The latents whose priors have locations and scales, with a support that these do not move."""
+        priors = {name: innermost(site["fn"]) for name, site in self.latents.items()}
+        return [
+            name
+            for name, fn in priors.items()
+            if (fn.support is constraints.real or isinstance(fn, LogNormal))
+            and hasattr(fn, "loc")
+            and hasattr(fn, "scale")
+        ]
+
+    @property
     def shapes(self) -> dict[str, torch.Size]:
         """The latents' shapes in real space, right of the batch dims, ``(*plates, *event)``."""
         shapes = {}
@@ -242,7 +253,7 @@ class Start:
         return replace(self, target=target)
 
     def path(
-        self, num_chains: int, rows: slice, standardized: bool = False
+        self, num_chains: int, rows: slice, standardized: frozenset[str] = frozenset()
     ) -> tuple[TemperedPath, Tensor]:
         """Returns the path for some data sets, and positions at its start, ``(chains, data sets, size)``.
 

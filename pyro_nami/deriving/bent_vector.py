@@ -24,8 +24,10 @@ __all__ = ["BentVector", "bent_along_lines", "effective_share", "reweighted", "u
 Heights = Callable[[Tensor], Tensor]
 
 POINTS = 1024  # with weights, in a round; a fourth of them leaves 7% errors of deviations
+FEW_POINTS = 256  # where draws are weighted, which such errors hardly move: 3,077 of 4,000 are effective for 3,092
 ROUNDS = 4
 ENOUGH = 0.9  # share of the points that are effective, from which a further round changes nothing
+ENOUGH_TO_WEIGH = 0.5  # the same where draws are weighted
 TEMPERED = 0.2  # share that weights are raised to a power for, in a round
 JUMP = 8.0  # nats per deviation by which a slope changes within a step of a grid, at the edge of a support
 
@@ -107,9 +109,15 @@ def bent_along_lines(heights: Heights, center: Tensor, root: Tensor) -> BentVect
     return BentVector(center, root, torch.stack(knots, -1).movedim(0, -1))
 
 
-def reweighted(heights: Heights, found: BentVector) -> tuple[BentVector, float]:
-    """Returns a vector with mean and covariance of weighted points, bent anew; and the share that was effective."""
-    normal = quasi_normal(POINTS, found.center.shape[-1])
+def reweighted(
+    heights: Heights, found: BentVector, is_weighted: bool = False
+) -> tuple[BentVector, float]:
+    """Returns a vector with mean and covariance of weighted points, bent anew; and the share that was effective.
+
+    If draws of it are weighted (``is_weighted``), fewer points do.
+    """
+    count, enough = (FEW_POINTS, ENOUGH_TO_WEIGH) if is_weighted else (POINTS, ENOUGH)
+    normal = quasi_normal(count, found.center.shape[-1])
     effective = 1.0
     for _ in range(ROUNDS):
         points, log_q = found.at_each(normal)
@@ -127,7 +135,7 @@ def reweighted(heights: Heights, found: BentVector) -> tuple[BentVector, float]:
             break
         center = found.center + moved
         found = found._replace(center=center, root=root)
-        if effective > ENOUGH:
+        if effective > enough:
             break
         # weights tell mean and covariance better than lines
         found = bent_along_lines(heights, center, root)._replace(center=center, root=root)

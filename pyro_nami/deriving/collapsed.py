@@ -254,7 +254,8 @@ class Collapsed:
         """
         few = starts.shape[-1] <= MOST_WEIGHED
         if few and not self.flaw:
-            self._vector, self.effective = reweighted(self._heights, self._vector)
+            is_weighted = self.group.is_weighted
+            self._vector, self.effective = reweighted(self._heights, self._vector, is_weighted)
             if self.effective > MUCH:
                 return
         points = normal_points(max(FEWEST_PAIRS, starts.shape[-1]), starts.shape[-1])

@@ -21,6 +21,7 @@ class ConjugateGroup(NamedTuple):
             off, "collapsed" for the same about its mode, or "Bernoulli" for binary ones by bounds.
         bound: what stands for the likelihood of children that have one: "" for nothing, "bounded" for a bound (see
             `pyro_nami.factors.bounds`) whose parameters networks give, "bound" for the tightest.
+        is_weighted: whether weights correct draws, so that a grid may be coarse, and a search rough.
         depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance
             by instance of their plates, which are the same in a level; the others are elements of one vector.
         num_lifted: number of such levels.
@@ -40,6 +41,7 @@ class ConjugateGroup(NamedTuple):
     needed: frozenset[str] = frozenset()
     in_turn: bool = False
     bound: str = ""
+    is_weighted: bool = False
 
     @property
     def is_exact(self) -> bool:

@@ -436,7 +436,7 @@ class Finder:
         if not children:
             return None
         group = ConjugateGroup(tuple(names), tuple(children), needed=self._needed(names))
-        group = group._replace(bound=self._bound(names))
+        group = group._replace(bound=self._bound(names), is_weighted=self.tests.is_weighted)
         if not all(map(self._is_normal, names)):
             form, *others = set(map(self._form, names))
             if form is None or others or len(names) > 1 and form != "Bernoulli":

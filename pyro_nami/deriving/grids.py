@@ -13,10 +13,22 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import squeezed
 from pyro_nami.factors.knots import bent_normal
 
-__all__ = ["FLOOR", "HALF", "MOST_ON_GRID", "SIZE", "LineDensity", "bent", "grid_like", "slope_of"]
+__all__ = [
+    "FLOOR",
+    "HALF",
+    "MOST_ON_GRID",
+    "SIZE",
+    "LineDensity",
+    "bent",
+    "grid_like",
+    "points_of",
+    "side_of",
+    "slope_of",
+]
 
 HALF = 6.0  # of the length of a grid, in its own units, which are standard deviations for a Normal
 SIZE = 33  # points along a side of a grid; a tenth of them would leave errors of nats
@@ -80,6 +92,17 @@ class LineDensity(NamedTuple):
         before = density[:1] / slope[:1].clamp(min=1 / HALF)
         behind = density[-1:] / (-slope[-1:]).clamp(min=1 / HALF)
         return density, torch.cat([before, between, behind])
+
+
+def side_of(group: ConjugateGroup) -> int:
+    """Returns the number of points along a side of a group's grid: half as many where weights correct it, or of two."""
+    is_coarse = group.form == "quadrature" and (group.is_weighted or len(group.members) > 1)
+    return (SIZE - 1) // 2 + 1 if is_coarse else SIZE
+
+
+def points_of(group: ConjugateGroup) -> int:
+    """Returns the number of points of a group's grid."""
+    return int(side_of(group) ** len(group.members))
 
 
 def bent(

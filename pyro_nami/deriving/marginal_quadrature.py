@@ -21,12 +21,7 @@ from pyro_nami.deriving.grid_search import Box, search
 from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, slope_of
 from pyro_nami.factors.distribution import SiteDistribution
 
-__all__ = ["Marginal", "points_of"]
-
-
-def points_of(group: ConjugateGroup) -> int:
-    """Returns the number of points of a grid."""
-    return int(SIZE ** len(group.members))
+__all__ = ["Marginal"]
 
 
 class Marginal:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion
-from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, grid_like, slope_of
+from pyro_nami.deriving.grids import HALF, LineDensity, bent, grid_like, side_of, slope_of
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import own_mask
 
@@ -37,7 +37,7 @@ class Tabulated(Expansion):
     def __init__(self, *args: Any, near: Any, finer: int = 1) -> None:
         super().__init__(*args)
         first, *second = self.group.members
-        self._size = finer * (SIZE - 1) // len(self.group.members) + 1
+        self._size = finer * (side_of(self.group) - 1) + 1
         fn = near.conditional(first, {})
         self._center, self._scale = (each.reshape(fn.batch_shape) for each in (fn.mean, fn.stddev))
         place = self._center + self._scale * grid_like(self._size, self._center)

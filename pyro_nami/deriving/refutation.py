@@ -95,12 +95,15 @@ class Refutation:
     def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
         """Returns the group as it can be derived, if its form holds at all draws.
 
-        ``near`` says that a Gaussian block may be one about a mode instead.
+        ``near`` says that a Gaussian block may be one about a mode instead, or one latent in a plate on a grid.
         """
         found = self._tested(group)
         if found or not near or group.form != "Gaussian" or group.bound:
             return found
-        return self._tested(group._replace(form="Newton"))
+        found = self._tested(group._replace(form="Newton"))
+        if not found and self.is_weighted and group.num_lifted and group.elements == (1,):
+            found = self._tested(group._replace(form="quadrature"))  # whose density may be bent
+        return found
 
     def _tested(self, group: ConjugateGroup) -> ConjugateGroup | None:
         """Returns the group if its form holds at all draws."""
@@ -360,7 +363,8 @@ class Refutation:
 
     def _flaw_of_grid(self, group: ConjugateGroup, near: Newton, run: Run, rows: int) -> str:
         """Returns what speaks against a grid about a mode; empty if nothing does."""
-        grid: Any = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
+        fine = group._replace(is_weighted=False)
+        grid: Any = Tabulated(fine, near.leading, self.nesting, False, near=near, finer=2)
         if grid.count * rows > MOST_WORK:
             return "a grid for all rows of data is too large"
         rounding = sum(float(each.sum()) for each in near.rounding(run(near.mode())))

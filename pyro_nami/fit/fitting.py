@@ -1,8 +1,8 @@
 """`fit`: the posterior of a model given one data set, in one call.
 
 What the model gives in closed form is derived, what it nearly gives is located, and the rest is
-learned. Importance weights check the draws. Where they are bad, there are more draws, then steps of
-training if a conditional is learned, then chains that begin at the draws.
+learned. Importance weights check the draws. Where they are bad, there are more draws, then chains
+that begin at the draws. Where a conditional is learned, chains come first, then steps of training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyro import poutine
 from tqdm.auto import tqdm
 
 from pyro_nami.deriving.collapsed import OPEN
-from pyro_nami.fit.chains import run_chains
+from pyro_nami.fit.chains import MOST_R_HAT, run_chains
 from pyro_nami.fit.posterior import Posterior, is_derived
 from pyro_nami.fit.training import train
 from pyro_nami.fit.verdict import LEAST_EFFECTIVE, checked, of_weights, untrusted
@@ -39,11 +39,12 @@ __all__ = ["Interrupted", "fit"]
 ENOUGH = 0.5  # share of the draws that are effective, from which more draws change little
 DEFENSIVE = 0.05  # share of draws from the prior, where a guide has to learn; more waste draws
 FEWEST = 1000  # draws that tell whether a guide is right
+FIRST = 256  # draws that tell whether a guide that is to learn is right as it is
 FOLD = 4  # times as many points, by which mixtures of latents that come first are improved
 MOST_DRAWS = 64  # times as many as are asked for, a power of 4
 DRAWING = 20.0  # seconds of processor time that more draws may take
 TRAINING = 60.0  # and that training may
-CHAINS = 30.0  # and that chains may
+CHAINS = 45.0  # and that chains may
 MOST_UNSEEN = 0.02  # share of searches for modes that may lead to others than those found
 MODES = "Tell modes apart by priors, or by an order of the latents."
 REMEDY = (
@@ -129,6 +130,7 @@ class _Fitting:
     bar: Any
     guide: Any = None
     found: Posterior | None = None
+    chained: Posterior | None = None  # what chains have found
     unseen: float = 0.0  # share of searches that would lead to modes that are not known
     a_draw: float = 0.0  # seconds of processor time that it takes
 
@@ -142,17 +144,24 @@ class _Fitting:
         self.guide.answer_for(*self.program.args, **self.program.kwargs)
         self.unseen = self.guide.mix() or 0.0
         self._say("weighing draws")
-        self._take(self._weighed(self.num))
+        if self._learned:
+            self._take(self._weighed(FIRST))
+        if not self._learned or self._is_enough:
+            self._take(self._weighed(self.num))
         if self.unseen > MOST_UNSEEN:
             return self._found  # which no further draws mend
         if self._learned and not self._is_enough:
+            if self._run_chains():
+                return self._found
             self._take(self._trained())
         if not self._is_enough and self.guide.mix(FOLD) is not None:
             self._take(self._weighed(self.num))
         if self._found.pareto_k <= K_MAX:
             self._draw_more()
-        if not self._found.verdict.is_trusted:
-            self._run_chains()
+        if not self._found.verdict.is_trusted and not self._run_chains():
+            self._draw_more()
+            if self.chained is not None and not self._found.verdict.is_trusted:
+                return self.chained
         return self._found
 
     def partial(self) -> Posterior | None:
@@ -177,6 +186,7 @@ class _Fitting:
             self._target,
             self.guide,
             self._found,
+            self.num,
             lambda: self._weighed(FEWEST),
             TRAINING,
             self._say,
@@ -194,22 +204,23 @@ class _Fitting:
             self._take(self._weighed(num).equally_weighted(self.num))
             num *= 4
 
-    def _run_chains(self) -> None:
-        """Takes draws of chains; where these do not agree, more weighted draws if the weights are better then."""
+    def _run_chains(self) -> bool:
+        """Takes draws of chains if these agree; returns whether they do."""
         self._say("running chains")
         try:
             found = run_chains(self._target, self._found, self.num, CHAINS, self.bar.update)
         except (NotImplementedError, ValueError):
-            return self._draw_more()
-        agree = "agree" if found.agree else "do not agree"
+            return False
+        agree = "agree" if found.r_hat <= MOST_R_HAT else "do not agree"
         how = f"chains from the guide's draws {agree} (R-hat {found.r_hat:.2f})"
-        judged = checked(how, found.effective) if found.agree else untrusted(how, REMEDY)
-        chained = Posterior.of(found.draws(self._found, self.num), self._target, judged)
+        few = f"{how}, but only {found.effective:.0f} of their draws are effective"
+        judged = checked(how, found.effective)
         if not found.agree:
-            self._draw_more()
-        if found.agree or not self._found.verdict.is_trusted:
-            self.found = chained
-        return None
+            judged = untrusted(few if found.r_hat <= MOST_R_HAT else how, REMEDY)
+        self.chained = Posterior.of(found.draws(self._found), self._target, judged)
+        if found.agree:
+            self.found = self.chained
+        return found.agree
 
     # ---- what is known
 

@@ -34,6 +34,7 @@ def train(
     target: Target,
     guide: Any,
     drawn: WeightedSamples,
+    num: int,
     weigh: Callable[[], WeightedSamples],
     seconds: float,
     tick: Callable[[str], None],
@@ -46,7 +47,8 @@ def train(
     Args:
         target: the model and its data.
         guide: its guide.
-        drawn: weighted draws of the guide as it is, as many as are wanted.
+        drawn: weighted draws of the guide as it is.
+        num: how many draws are wanted.
         weigh: makes some anew.
         seconds: of processor time, in which the last round is to end.
         tick: called with what is done.
@@ -87,7 +89,7 @@ def train(
         found = weigh()
         a_draw = (time.process_time() - before) / found.num_samples
         share = float(found.effective_sample_size) / found.num_samples
-        wasted = drawn.num_samples / share * a_draw
+        wasted = num / share * a_draw
         if found.pareto_k <= K_MAX and wasted < 2 * a_round:
             break
     guide.load_state_dict(weights)

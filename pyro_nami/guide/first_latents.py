@@ -25,8 +25,8 @@ from pyro_nami.deriving.expansion import (
     plate_shape,
 )
 from pyro_nami.deriving.grid_search import Box
-from pyro_nami.deriving.grids import MOST_ON_GRID
-from pyro_nami.deriving.marginal_quadrature import Marginal, points_of
+from pyro_nami.deriving.grids import MOST_ON_GRID, points_of
+from pyro_nami.deriving.marginal_quadrature import Marginal
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.factors.types import type_of
 from pyro_nami.graph.inverse import Inverse
@@ -105,7 +105,10 @@ def first_ones(
         "rough grid": "marginal" in flaws and _fits_grid(first, rest, groups.values()),
     }
     form = next((form for form in fits if fits[form] and form not in flaws), None)
-    return ConjugateGroup(tuple(rest), tuple(first.data), form=form) if form else None
+    if form is None:
+        return None
+    is_weighted = options.is_weighted
+    return ConjugateGroup(tuple(rest), tuple(first.data), form=form, is_weighted=is_weighted)
 
 
 def _is_free(first: FirstCall, name: str) -> bool:
@@ -267,9 +270,8 @@ class _Joint:
 
     def rows(self) -> int:
         """Returns the number of values of the site that has most, at all points of further grids."""
-        grids = {each for each in self.plan.groups.values() if each.form == "quadrature"}
         values = max((value.numel() for value in self.call.values.values()), default=1)
-        return values * math.prod(map(points_of, grids))
+        return values * self.plan.grid_points
 
     def check_runs_for_many(self, group: ConjugateGroup) -> None:
         """Raises ValueError if the model pairs every draw with every other, which takes too much memory on a grid."""

@@ -233,6 +233,11 @@ class AutoNaMIGuide(DensityGuide):
         return self._reader.memory.mode.value
 
     @property
+    def grid_points(self) -> int:
+        """At how many points at once the model is run for a draw, at most."""
+        return self._made().grid_points
+
+    @property
     def num_parameters(self) -> int:
         """Number of weights that the guide computes with: masked ones and padding do not count."""
         self._made()

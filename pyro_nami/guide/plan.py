@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import leading_shape
+from pyro_nami.deriving.grids import points_of
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.rules import Learned, Rule, RuleNote
@@ -130,6 +131,12 @@ class Plan:
     def masked(self) -> bool:
         """Whether the model masks latents."""
         return any(site.is_masked for site in self.sites.values())
+
+    @cached_property
+    def grid_points(self) -> int:
+        """The points of the largest grid that is made anew for each draw; 1 if there is none."""
+        grids = {group for group in self.groups.values() if group.form == "quadrature"}
+        return max(map(points_of, grids), default=1)
 
     @property
     def num_underived(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The cost of one draw of a guide, as a count of tensor elements, which unlike a time is reproducible."""
+"""The cost of computations as a count of tensor elements, which unlike a time is reproducible."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_nami.inference.importance import Proposal
 
-__all__ = ["elements_of_a_draw"]
+__all__ = ["Count", "elements_of_a_draw"]
 
 
-class _Count(TorchDispatchMode):
-    """Counts the elements of all tensors that are computed."""
+class Count(TorchDispatchMode):
+    """Counts the tensors' operations, and the elements that they compute."""
 
     elements = 0
+    operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        self.operations += 1
         self.elements += sum(
             each.numel() for each in tree_leaves(found) if isinstance(each, Tensor)
         )
@@ -30,7 +32,7 @@ def elements_of_a_draw(proposal: Proposal) -> float:
     """Returns how many elements of tensors are computed for one draw more of one data set, with its weight."""
     counts = []
     for num in (1, 2):
-        with _Count() as count:
+        with Count() as count:
             proposal.at_once(num)
         counts.append(count.elements)
     return max(1.0, (counts[1] - counts[0]) / (proposal.target.data.num or 1))

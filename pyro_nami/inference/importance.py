@@ -112,7 +112,8 @@ def weighted_draws(
     ours = max(1, math.floor((1 - target.prior_share) * num))
     target = replace(target, prior_share=1 - ours / num)
     proposal = Proposal.of(target, observations)
-    return proposal.draw(ours, num - ours, chunk_size or rows_in_memory(proposal.elements))
+    elements = proposal.elements * getattr(target.guide, "grid_points", 1)
+    return proposal.draw(ours, num - ours, chunk_size or rows_in_memory(elements))
 
 
 CHECK = "Check the site's parameters and the data that it sees."
