@@ -1,6 +1,7 @@
 """`fit` against posteriors that are known: exact evidences, dense grids, two modes; and what it refuses."""
 
 import math
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -11,7 +12,10 @@ from models import eight_schools, eight_schools_data
 from pyro.distributions import constraints
 
 from pyro_nami import Interrupted, Posterior, fit
-from pyro_nami.fit import fitting
+from pyro_nami.annealing.tempering import Start
+from pyro_nami.fit import chains, fitting
+from pyro_nami.inference.target import Target
+from pyro_nami.program.program import Program
 
 Y, SIGMA = eight_schools_data()
 
@@ -327,3 +331,62 @@ def test_chains_draw_a_funnel():
         sd = (weights * (value - mean).square()).sum().sqrt()
         assert abs(float(posterior.mean(name) - mean)) < 0.15 * float(sd)
         assert float(posterior.std(name) / sd) == pytest.approx(1.0, abs=0.15)
+
+
+def captured(y, num):
+    """Animals seen on some of a number of days, of which many were there and not seen; their odds differ."""
+    share = pyro.sample("share", dist.Uniform(0.0, 1.0))
+    spread = pyro.sample("spread", dist.HalfNormal(1.5))
+    with pyro.plate("animals", len(y)):
+        effect = pyro.sample("effect", dist.Normal(0.0, 1.0))
+        seen = dist.Binomial(num, logits=spread * effect).log_prob(y) + share.log()
+        there = torch.where(y > 0, seen, torch.logaddexp(seen, (-share).log1p()))
+        pyro.factor("y", there)
+
+
+def test_effects_whose_density_is_bent_are_integrated_out_on_grids():
+    """The evidence and means, against a dense grid of share and spread on which each effect is integrated out."""
+    y = torch.tensor([0.0] * 25 + [1.0] * 5 + [2.0] * 4 + [3.0] * 3 + [4.0] * 2)
+    posterior = fitted(captured, y, 5)
+    rules = {name: note.rule for name, note in posterior.guide.rules.items()}
+    assert rules["effect"] == "quadrature" and posterior.verdict.is_trusted
+    share = torch.linspace(0.0, 1.0, 102, dtype=torch.float64)[1:-1, None]
+    spread = torch.linspace(0.0, 8.0, 101, dtype=torch.float64)[1:]
+    units, heights = dist.Normal(0.0, 1.0).icdf(torch.linspace(0, 1, 1002).double()[1:-1]), 0.0
+    for count in range(5):
+        seen = dist.Binomial(5, logits=spread[:, None] * units).log_prob(torch.tensor(count * 1.0))
+        seen = seen.logsumexp(-1) - math.log(len(units)) + share.log()
+        each = seen if count else torch.logaddexp(seen, (-share).log1p().expand_as(seen))
+        heights = heights + int((y == count).sum()) * each
+    heights = heights + dist.HalfNormal(1.5).log_prob(spread)
+    evidence = heights.logsumexp((0, 1)) + math.log(0.08 / 101)
+    assert float(posterior.log_evidence - evidence) == pytest.approx(0.0, abs=0.05)
+    weights = (heights - heights.logsumexp((0, 1))).exp()
+    for name, value in {"share": share, "spread": spread}.items():
+        mean = (weights * value).sum()
+        sd = (weights * (value - mean).square()).sum().sqrt()
+        assert abs(float(posterior.mean(name) - mean)) < 0.1 * float(sd)
+
+
+@pytest.mark.parametrize("noise, chosen", [(None, {"z"}), (0.01, set())])
+def test_chains_take_the_coordinates_in_which_draws_are_more_normal(noise, chosen):
+    """Effects that only a scale tells are in its units; effects that data tell are as the model has them."""
+
+    def model(y):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("rows", 4):
+            z = pyro.sample("z", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Normal(z, noise or 100.0), obs=y)
+
+    pyro.set_rng_seed(0)
+    scale = dist.LogNormal(0.0, 1.0).sample((500,))
+    z = scale[:, None] * torch.randn(500, 4)
+    if noise:
+        z = torch.tensor([1.0, -1.0, 0.5, 2.0]) + noise * torch.randn(500, 4)
+    drawn = {"scale": scale, "z": z}
+    target = Target(Program(model, (torch.zeros(4),), {}), None)
+    few = {name: value[:4] for name, value in drawn.items()}
+    start = Start.of(target, {}, few).checked(4, slice(0, 1))
+    run = chains.Chains(replace(start, given=drawn), 16, 100, lambda: None)
+    run.run()
+    assert run.standardized == chosen
