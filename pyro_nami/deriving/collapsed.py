@@ -219,7 +219,7 @@ class Collapsed:
         is_mode = (found.gain < LEAST_GAIN) & found.height.isfinite()
         best = found.height.where(is_mode | ~is_mode.any(0), -torch.inf).argmax(0)
         near = Ascent(*(_taken(each, best) for each in found))
-        self._modes = modes_of(self._heights, found)
+        self._modes = modes_of(self._heights, self._slopes, found)
         if weighs:  # a point far out, where others have modes, takes many runs
             near = measured(self._heights, near)
         self._near = root_of(near.inverse)
@@ -320,16 +320,22 @@ class Collapsed:
         if self.flaw:
             return None
         if self._modes.unseen > 0:
-            self._modes = modes_of(self._heights, self._searched(self._starts))
+            self._modes = modes_of(self._heights, self._slopes, self._searched(self._starts))
         modes = self._modes.vectors
         own = [float(self._vector.log_prob(each.center).sum()) for each in modes]
         further = [each for each, near in zip(modes, own) if near < max(own)][:MOST_MODES]
         vectors = [self._vector, *further]
         if fold and self._vector.center.shape[-1] <= MOST_MIXED:
+            vectors[1:] = [self._bent(each) for each in further]
             self._take(*adapted_mixture(self._heights, vectors, fold))
         else:
             self._take(vectors, shares_of(self._heights, vectors))
         return 1.0 if len(modes) > 1 + MOST_MODES else self._modes.unseen
+
+    def _bent(self, normal: BentVector) -> BentVector:
+        """Returns a Normal about a mode with the moments, and the bends, of the density there."""
+        bent = bent_along_lines(self._heights, normal.center, normal.root)
+        return reweighted(self._heights, bent, is_weighted=True)[0]
 
     def _searched(self, starts: Tensor) -> Ascent:
         eps = torch.finfo(self._coordinates.like.dtype).eps

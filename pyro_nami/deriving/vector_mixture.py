@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.ascent import Ascent, root_of
+from pyro_nami.deriving.ascent import Ascent, Slopes, measured, polish, root_of
 from pyro_nami.deriving.bent_vector import POINTS, BentVector, Heights, unbent
 from pyro_nami.deriving.nearest_normal import quasi_normal
 
@@ -30,8 +30,8 @@ DEPTH = 7.0  # nats of mass below the largest, from where the mass about a mode 
 STEPS = 20  # of a fit of shares; most change within a few
 # Share of its points that a part keeps. At 0.2 the tails of the weights of GLMM_Poisson have k-hat 0.72, at 0.5 0.50.
 LEAST_SHARE = 0.5
-# Deviations of a part that guards the tails, relative to the first part. At 2 radon's weights have k-hat 0.97, at 1.5
-# they have no tail.
+# Deviations of a part that guards the tails of one about a mode, relative to that. At 2 radon's weights have k-hat
+# 0.97, at 1.5 they have no tail.
 WIDE = 1.5
 
 
@@ -53,8 +53,8 @@ def adapted_mixture(
         (3, 1.0)
     """
     first = vectors[0]
-    parts = [first, first._replace(root=WIDE * first.root), *vectors[1:]]
-    most = MOST_PARTS + len(vectors)
+    parts = [*vectors, *(each._replace(root=WIDE * each.root) for each in vectors)]
+    most = MOST_PARTS + len(parts)
     counts = [fold * POINTS] + [fold * MORE_POINTS] * (len(parts) - 1)
     points = torch.cat([_points(part, count) for part, count in zip(parts, counts)])
     height = heights(points)
@@ -93,29 +93,46 @@ class Modes(NamedTuple):
     unseen: float
 
 
-def modes_of(heights: Heights, ends: Ascent) -> Modes:
+def modes_of(heights: Heights, slopes: Slopes, ends: Ascent) -> Modes:
     """Returns the modes at which searches from several starts, ``(starts, *batch)``, have ended.
 
-    Two have ended at one mode if there is no valley between them.
+    Two have ended at one mode if there is no valley between them. Of several modes the curvatures are measured, as
+    those that searches have estimated tell masses badly.
     """
-    height = ends.height.flatten()
-    left = height.argsort(descending=True)
-    left = left[((ends.gain < LEAST_GAIN) & ends.height.isfinite()).flatten()[left]]
-    vectors: list[BentVector] = []
-    counts: list[int] = []
-    while len(left):
-        best = ends.at(int(left[0]))
-        between = heights((best.place + ends.place[left]) / 2).flatten()
-        is_same = between > height[left] - BETWEEN
-        is_same[0] = True
-        vectors.append(unbent(best.place, root_of(best.inverse)))
-        counts.append(int(is_same.sum()))
-        left = left[~is_same]
+    found, counts = _apart(heights, ends)
+    if len(counts) > 1:
+        nearer = [polish(slopes, measured(heights, each))[0] for each in found]
+        found, counts = _apart(heights, Ascent(*map(torch.stack, zip(*nearer))), counts)
+    vectors = [unbent(each.place, root_of(each.inverse)) for each in found]
     masses = shares_of(heights, vectors).tolist() if vectors else []
     counting = [k for k, mass in enumerate(masses) if mass > max(masses) - DEPTH]
     singles = sum(counts[k] == 1 for k in counting) if len(counting) > 1 else 0
     lower = [max(masses) - masses[k] for k in counting]
     return Modes([vectors[k] for k in counting], lower, singles / max(1, sum(counts)))
+
+
+def _apart(
+    heights: Heights, ends: Ascent, counts: Sequence[int] = ()
+) -> tuple[list[Ascent], list[int]]:
+    """Returns ends of searches with valleys between them, the highest first, and how many searches led to each.
+
+    ``counts`` are those of each end, by default 1.
+    """
+    height = ends.height.flatten()
+    left = height.argsort(descending=True)
+    left = left[((ends.gain < LEAST_GAIN) & ends.height.isfinite()).flatten()[left]]
+    each = torch.tensor(counts or [1] * len(height))
+    found: list[Ascent] = []
+    led: list[int] = []
+    while len(left):
+        best = ends.at(int(left[0]))
+        between = heights((best.place + ends.place[left]) / 2).flatten()
+        is_same = between > height[left] - BETWEEN
+        is_same[0] = True
+        found.append(best)
+        led.append(int(each[left[is_same].cpu()].sum()))
+        left = left[~is_same]
+    return found, led
 
 
 def shares_of(heights: Heights, vectors: Sequence[BentVector]) -> Tensor:

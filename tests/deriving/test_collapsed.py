@@ -345,7 +345,8 @@ def test_a_mixture_has_all_modes_and_their_mass():
     second = conditionals.conditional("b", values)
     b = second.sample()[:, 0]
     assert float((values["a"] > 0).double().mean()) == pytest.approx(1 / (1 + math.e), abs=0.02)
-    assert float((b - values["a"]).var()) == pytest.approx(0.5, rel=0.1)
+    # a tenth of the draws are of wider parts, which guard the tails
+    assert float((b - values["a"]).var()) == pytest.approx(0.5, rel=0.25)
     log_q = first.log_prob(values["a"][:, None])[:, 0] + second.log_prob(b[:, None])[:, 0]
     weights = (log_prob(values["a"], b) - log_q).exp()
     evidence = math.pi * (1 + math.e)

@@ -61,6 +61,17 @@ def two_modes(x):
     return torch.logaddexp(-x.square().sum(-1) / 2, far)
 
 
+def slopes_of(heights):
+    """A density and its slopes, as searches take them."""
+
+    def run(points):
+        points = points.detach().requires_grad_()
+        height = heights(points)
+        return height.detach(), torch.autograd.grad(height.sum(), points)[0]
+
+    return run
+
+
 def ends(places):
     """Searches that have ended at places."""
     place = torch.tensor(places, dtype=torch.float64)[:, None]
@@ -78,11 +89,20 @@ def ends(places):
     ],
 )
 def test_modes_that_one_search_alone_has_found_tell_of_others(places, modes, unseen):
-    found = modes_of(two_modes, ends(places))
+    found = modes_of(two_modes, slopes_of(two_modes), ends(places))
     assert [float(each.center) for each in found.vectors] == modes
     assert found.unseen == unseen
     if len(modes) > 1:
         assert found.lower == pytest.approx([0.0, math.log(2.0)], abs=1e-3)
+
+
+def test_masses_about_modes_do_not_trust_what_searches_estimate():
+    """The estimate of the second search is 20 times as wide as its mode, which would be 3 nats of mass."""
+    found = ends([0.0, 8.0])
+    inverse = found.inverse * torch.tensor([1.0, 400.0])[:, None, None]
+    found = modes_of(two_modes, slopes_of(two_modes), found._replace(inverse=inverse))
+    assert found.lower == pytest.approx([0.0, math.log(2.0)], abs=0.02)
+    assert [float(each.root) for each in found.vectors] == pytest.approx([1.0, 1.0], abs=0.02)
 
 
 def test_modes_without_mass_do_not_count():
@@ -91,7 +111,7 @@ def test_modes_without_mass_do_not_count():
 
     place = torch.tensor([[0.0], [0.0], [8.0]], dtype=torch.float64)
     unit = torch.ones(3, 1, 1, dtype=torch.float64)
-    found = modes_of(low, Ascent(place, low(place), torch.zeros_like(place), unit))
+    found = modes_of(low, slopes_of(low), Ascent(place, low(place), torch.zeros_like(place), unit))
     assert [float(each.center) for each in found.vectors] == [0.0] and found.unseen == 0.0
 
 
