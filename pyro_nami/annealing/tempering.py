@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro.distributions import LogNormal, MaskedDistribution
+from pyro.distributions import LogNormal, MaskedDistribution, MultivariateNormal
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 from torch.distributions import (
@@ -161,8 +161,11 @@ class TemperedPath:
         if site["name"] not in self.standardized:
             return _bijection(site)
         fn: Any = innermost(site["fn"])
-        each = ComposeTransform([AffineTransform(fn.loc, fn.scale), biject_to(fn.support)])
-        return IndependentTransform(each, site["fn"].event_dim)
+        if isinstance(fn, MultivariateNormal):
+            each: Transform = _Correlated(fn.loc, fn.scale_tril)
+        else:
+            each = ComposeTransform([AffineTransform(fn.loc, fn.scale), biject_to(fn.support)])
+        return IndependentTransform(each, site["fn"].event_dim - each.domain.event_dim)
 
     def value_of(self, point: Point) -> PathValue:
         """Returns the log densities at a point."""
@@ -185,6 +188,35 @@ class TemperedPath:
         position = position.detach().requires_grad_()
         total = self.value_of(self.at(position)).at(temperature).sum()
         return torch.autograd.grad(total, position)[0]
+
+
+class _Correlated(Transform):
+    """The map from independent standard Normal variables to a vector with a mean and a Cholesky factor, any batch."""
+
+    domain = codomain = constraints.real_vector
+    bijective = True
+
+    def __init__(self, loc: Tensor, root: Tensor) -> None:
+        super().__init__()
+        self._loc, self._root = loc, root
+
+    def _call(self, x: Tensor) -> Tensor:
+        return self._loc + (self._root @ x.unsqueeze(-1)).squeeze(-1)
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        off = (y - self._loc).unsqueeze(-1)
+        return torch.linalg.solve_triangular(self._root, off, upper=False).squeeze(-1)
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._root.diagonal(dim1=-2, dim2=-1).log().sum(-1).expand(x.shape[:-1])
+
+
+def _is_scaled(fn: Any) -> bool:
+    """Whether a distribution has a location and a scale, with a support that these do not move."""
+    if isinstance(fn, MultivariateNormal):
+        return True
+    is_real = fn.support is constraints.real or isinstance(fn, LogNormal)
+    return is_real and hasattr(fn, "loc") and hasattr(fn, "scale")
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,13 +248,7 @@ class Start:
     def scaled(self) -> list[str]:
         """The latents whose priors have locations and scales, with a support that these do not move."""
         priors = {name: innermost(site["fn"]) for name, site in self.latents.items()}
-        return [
-            name
-            for name, fn in priors.items()
-            if (fn.support is constraints.real or isinstance(fn, LogNormal))
-            and hasattr(fn, "loc")
-            and hasattr(fn, "scale")
-        ]
+        return [name for name, fn in priors.items() if _is_scaled(fn)]
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

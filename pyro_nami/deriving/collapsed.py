@@ -43,6 +43,7 @@ STARTS, FEW_STARTS = 16, 4
 AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
 MUCH = 0.5  # share of effective points below which a search for the nearest Normal pays
 FEWEST_PAIRS = 128  # of points for that
+FEW_PAIRS = 32  # where draws are weighted, and each point takes many runs
 NARROW = (
     0.1,
     3e-3,
@@ -258,7 +259,8 @@ class Collapsed:
             self._vector, self.effective = reweighted(self._heights, self._vector, is_weighted)
             if self.effective > MUCH:
                 return
-        points = normal_points(max(FEWEST_PAIRS, starts.shape[-1]), starts.shape[-1])
+        pairs = FEW_PAIRS if self.group.is_weighted else FEWEST_PAIRS
+        points = normal_points(max(pairs, starts.shape[-1]), starts.shape[-1])
         place, roots = mode.place, [self._near]
         if self.flaw:  # that is no mode
             place = _taken(starts, self._heights(starts).argmax(0))

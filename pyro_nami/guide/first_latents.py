@@ -107,7 +107,8 @@ def first_ones(
     form = next((form for form in fits if fits[form] and form not in flaws), None)
     if form is None:
         return None
-    is_weighted = options.is_weighted
+    # a rough search where each point takes many runs; elsewhere it costs more draws than it saves
+    is_weighted = options.is_weighted and any(group.has_mode for group in groups.values())
     return ConjugateGroup(tuple(rest), tuple(first.data), form=form, is_weighted=is_weighted)
 
 
@@ -125,7 +126,8 @@ def _fits_grid(first: FirstCall, rest: Sequence[str], groups: Collection[Conjuga
     """Whether a grid for the first latents is small, and all others are exact given them."""
     if not groups or len(rest) > MOST_ON_GRID or not all(group.is_exact for group in groups):
         return False
-    if first.options.simulated and any(group.is_tabulated for group in groups):
+    is_rough = first.options.simulated or first.options.is_weighted
+    if is_rough and any(group.is_tabulated for group in groups):
         return False  # grids of grids take seconds for one data set
     shapes = [first.nodes[name]["fn"].event_shape for name in rest]
     return not any(first.frames[name] for name in rest) and set(map(math.prod, shapes)) == {1}
