@@ -25,7 +25,7 @@ from pyro_nami.deriving.expansion import (
     plate_shape,
 )
 from pyro_nami.deriving.grid_search import Box
-from pyro_nami.deriving.grids import MOST_ON_GRID, points_of
+from pyro_nami.deriving.grids import MOST_ON_GRID, SIZE, points_of
 from pyro_nami.deriving.marginal_quadrature import Marginal
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.factors.types import type_of
@@ -126,8 +126,7 @@ def _fits_grid(first: FirstCall, rest: Sequence[str], groups: Collection[Conjuga
     """Whether a grid for the first latents is small, and all others are exact given them."""
     if not groups or len(rest) > MOST_ON_GRID or not all(group.is_exact for group in groups):
         return False
-    is_rough = first.options.simulated or first.options.is_weighted
-    if is_rough and any(group.is_tabulated for group in groups):
+    if first.options.simulated and any(group.is_tabulated for group in groups):
         return False  # grids of grids take seconds for one data set
     shapes = [first.nodes[name]["fn"].event_shape for name in rest]
     return not any(first.frames[name] for name in rest) and set(map(math.prod, shapes)) == {1}
@@ -272,8 +271,9 @@ class _Joint:
 
     def rows(self) -> int:
         """Returns the number of values of the site that has most, at all points of further grids."""
+        grids = {each for each in self.plan.groups.values() if each.form == "quadrature"}
         values = max((value.numel() for value in self.call.values.values()), default=1)
-        return values * self.plan.grid_points
+        return values * math.prod(SIZE ** len(each.members) for each in grids)
 
     def check_runs_for_many(self, group: ConjugateGroup) -> None:
         """Raises ValueError if the model pairs every draw with every other, which takes too much memory on a grid."""
