@@ -24,10 +24,8 @@ __all__ = ["BentVector", "bent_along_lines", "effective_share", "reweighted", "u
 Heights = Callable[[Tensor], Tensor]
 
 POINTS = 1024  # with weights, in a round; a fourth of them leaves 7% errors of deviations
-FEW_POINTS = 256  # where draws are weighted, which such errors hardly move: 3,077 of 4,000 are effective for 3,092
 ROUNDS = 4
 ENOUGH = 0.9  # share of the points that are effective, from which a further round changes nothing
-ENOUGH_TO_WEIGH = 0.5  # the same where draws are weighted
 TEMPERED = 0.2  # share that weights are raised to a power for, in a round
 JUMP = 8.0  # nats per deviation by which a slope changes within a step of a grid, at the edge of a support
 
@@ -110,13 +108,15 @@ def bent_along_lines(heights: Heights, center: Tensor, root: Tensor) -> BentVect
 
 
 def reweighted(
-    heights: Heights, found: BentVector, is_weighted: bool = False
+    heights: Heights, found: BentVector, count: int = POINTS, enough: float = ENOUGH
 ) -> tuple[BentVector, float]:
     """Returns a vector with mean and covariance of weighted points, bent anew; and the share that was effective.
 
-    If draws of it are weighted (``is_weighted``), fewer points do.
+    Args:
+        heights, found: the log density, and the vector.
+        count: of points.
+        enough: share from which no further points are weighted.
     """
-    count, enough = (FEW_POINTS, ENOUGH_TO_WEIGH) if is_weighted else (POINTS, ENOUGH)
     normal = quasi_normal(count, found.center.shape[-1])
     effective = 1.0
     for _ in range(ROUNDS):

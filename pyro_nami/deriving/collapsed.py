@@ -42,6 +42,7 @@ MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, fe
 STARTS, FEW_STARTS = 16, 4
 AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
 MUCH = 0.5  # share of effective points below which a search for the nearest Normal pays
+FEW_POINTS = 256  # of a round where draws are weighted: 3,077 of 4,000 are effective then, and 3,092 with 1,024
 FEWEST_PAIRS = 128  # of points for that
 FEW_PAIRS = 32  # where draws are weighted, and each point takes many runs
 NARROW = (
@@ -255,8 +256,8 @@ class Collapsed:
         """
         few = starts.shape[-1] <= MOST_WEIGHED
         if few and not self.flaw:
-            is_weighted = self.group.is_weighted
-            self._vector, self.effective = reweighted(self._heights, self._vector, is_weighted)
+            rough = (FEW_POINTS, MUCH) if self.group.is_weighted else ()
+            self._vector, self.effective = reweighted(self._heights, self._vector, *rough)
             if self.effective > MUCH:
                 return
         pairs = FEW_PAIRS if self.group.is_weighted else FEWEST_PAIRS
@@ -337,7 +338,7 @@ class Collapsed:
     def _bent(self, normal: BentVector) -> BentVector:
         """Returns a Normal about a mode with the moments, and the bends, of the density there."""
         bent = bent_along_lines(self._heights, normal.center, normal.root)
-        return reweighted(self._heights, bent, is_weighted=True)[0]
+        return reweighted(self._heights, bent, FEW_POINTS, MUCH)[0]
 
     def _searched(self, starts: Tensor) -> Ascent:
         eps = torch.finfo(self._coordinates.like.dtype).eps

@@ -38,6 +38,7 @@ AN_OPERATION = 3_000
 # as many seconds, in place of 1.9.
 DIVERSE = 0.25
 FEWEST = 16  # transitions of the first round, which whitens little yet; of 250, it takes as long as agreement does
+LEAST_SHRINKAGE = 1e-4  # of correlations towards zero, for a matrix with a root in single precision
 MOST_SEEN = 2048  # draws that tell the coordinates of the next round
 LEAST_GAIN = 0.1  # nats a draw, by which a Normal fits better in other coordinates
 MOST_R_HAT = 1.05  # of chains that agree
@@ -111,7 +112,14 @@ def run_chains(
     begun = now = time.process_time()
     while True:
         before = now
-        chains.run()
+        try:
+            chains.run()
+        except (
+            ValueError
+        ):  # draws at the edge of a support, which have no place in other coordinates
+            if not chains.kept:
+                raise
+            return chains
         now = time.process_time()
         # the next round takes twice as long
         if chains.agree or now - begun + 2 * (now - before) > seconds:
@@ -120,14 +128,14 @@ def run_chains(
 
 @dataclass
 class Chains:
-    """Chains that run in rounds, each twice as long as the one before, and in coordinates that it tells.
+    """Chains that run in rounds, each twice as long as the one before, in coordinates that the draws so far tell.
 
     In the first half of a round the step size is found.
 
     Attributes:
         start: with draws of the last round, of which chains go on from the last.
-        count: of chains.
-        num: of draws that are asked for.
+        count: number of chains.
+        num: number of draws that are asked for.
         tick: called after each transition.
         length: transitions that are kept of the next round.
         path: the densities in the coordinates of the last round.
@@ -181,7 +189,7 @@ class Chains:
         self.start = replace(self.start, given=self._last(MOST_SEEN))
 
     def _standardized(self) -> frozenset[str]:
-        """Returns the latents that are to be in units of their priors: those of which a Normal fits draws better so."""
+        """Returns the latents to be moved in units of their priors: in these units a Normal fits the draws better."""
         chosen = self.standardized
         best = self._fit(chosen)
         for name in self.start.scaled:
@@ -191,9 +199,7 @@ class Chains:
         return chosen
 
     def _fit(self, standardized: frozenset[str]) -> float:
-        """Returns the mean log density, in nats, of the start's draws under the Normal with their moments, but for a
-        constant.
-        """
+        """Returns how well a Normal fits the start's draws: their mean log density in nats, up to a constant."""
         path, position = self._coordinates(standardized)
         jacobian: Any = sum(path.at(position).log_jacobian.values())
         _, root = _moments(position[:, 0])
@@ -253,11 +259,12 @@ def _moments(position: Tensor) -> tuple[Tensor, Tensor]:
     center = position.mean(0)
     off = position - center
     covariance = off.mT @ off / len(off)
-    scale = covariance.diagonal().clamp(min=torch.finfo(off.dtype).tiny)
+    scale = covariance.diagonal().clamp(min=torch.finfo(off.dtype).tiny).sqrt()
+    correlation = covariance / scale / scale[:, None]
     # correlations of few draws are noise, and of many are to be kept: they may be near 1
-    shrinkage = min(1.0, len(scale) / len(off)) ** 2
-    covariance = (1 - shrinkage) * covariance + shrinkage * scale.diag_embed()
-    return center, torch.linalg.cholesky(covariance)
+    shrinkage = max(LEAST_SHRINKAGE, min(1.0, len(scale) / len(off)) ** 2)
+    correlation = (1 - shrinkage) * correlation + shrinkage * torch.eye(len(scale)).to(off)
+    return center, scale[:, None] * torch.linalg.cholesky(correlation)
 
 
 def _r_hat(numbers: Tensor) -> float:
