@@ -141,6 +141,7 @@ def rounds(training: Training, seed: int) -> dict[str, float]:
         training.target,
         training.guide,
         training.drawn,
+        training.drawn.num_samples,
         lambda: weighed(training.target, FEWEST),
         training.seconds,
         tick,

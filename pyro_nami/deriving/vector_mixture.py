@@ -50,7 +50,7 @@ def adapted_mixture(
         >>> modes = [unbent(torch.tensor([x]), torch.eye(1)) for x in (0.0, 9.0)]
         >>> parts, log_shares = adapted_mixture(heights, modes)
         >>> len(parts), float(log_shares.exp().sum().round(decimals=3))
-        (3, 1.0)
+        (4, 1.0)
     """
     first = vectors[0]
     parts = [*vectors, *(each._replace(root=WIDE * each.root) for each in vectors)]
