@@ -635,3 +635,14 @@ def through_file(value: Any, weights_only: bool = True) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
+
+
+def slopes_of(heights):
+    """A log density with its slopes, as searches for modes take them."""
+
+    def slopes(points):
+        points = points.detach().requires_grad_()
+        height = heights(points)
+        return height.detach(), torch.autograd.grad(height.sum(), points)[0]
+
+    return slopes

@@ -191,7 +191,10 @@ class TemperedPath:
 
 
 class _Correlated(Transform):
-    """The map from independent standard Normal variables to a vector with a mean and a Cholesky factor, any batch."""
+    """The map from standard Normal variables to a Normal vector, by its mean and a Cholesky factor of its covariance.
+
+    As `LowerCholeskyAffine`, which has no log determinant for a batch of factors.
+    """
 
     domain = codomain = constraints.real_vector
     bijective = True
@@ -209,14 +212,6 @@ class _Correlated(Transform):
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         return self._root.diagonal(dim1=-2, dim2=-1).log().sum(-1).expand(x.shape[:-1])
-
-
-def _is_scaled(fn: Any) -> bool:
-    """Whether a distribution has a location and a scale, with a support that these do not move."""
-    if isinstance(fn, MultivariateNormal):
-        return True
-    is_real = fn.support is constraints.real or isinstance(fn, LogNormal)
-    return is_real and hasattr(fn, "loc") and hasattr(fn, "scale")
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,8 +242,13 @@ class Start:
     @property
     def scaled(self) -> list[str]:
         """The latents whose priors have locations and scales, with a support that these do not move."""
-        priors = {name: innermost(site["fn"]) for name, site in self.latents.items()}
-        return [name for name, fn in priors.items() if _is_scaled(fn)]
+        found = []
+        for name, site in self.latents.items():
+            fn = innermost(site["fn"])
+            is_real = fn.support is constraints.real and hasattr(fn, "loc") and hasattr(fn, "scale")
+            if is_real or isinstance(fn, (LogNormal, MultivariateNormal)):
+                found.append(name)
+        return found
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

@@ -42,9 +42,10 @@ MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, fe
 STARTS, FEW_STARTS = 16, 4
 AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
 MUCH = 0.5  # share of effective points below which a search for the nearest Normal pays
-FEW_POINTS = 256  # of a round where draws are weighted: 3,077 of 4,000 are effective then, and 3,092 with 1,024
 FEWEST_PAIRS = 128  # of points for that
-FEW_PAIRS = 32  # where draws are weighted, and each point takes many runs
+# Weighted points of a round, of a guide whose draws are weighted. Of 4,000 draws of a capture model 3,077 are effective
+# with 256 of them, 3,092 with 1,024.
+FEW_POINTS = 256
 NARROW = (
     0.1,
     3e-3,
@@ -163,6 +164,7 @@ class Collapsed:
         self._log_density = log_density
         self._at_once = min(at_once, AT_ONCE)
         self._starts, self._unit = starts, unit
+        self._further: list[BentVector] | None = None  # about other modes, once they are asked for
         mode = self._mode(starts, unit, weighs)
         self._vector = bent_along_lines(self._heights, mode.place, root_of(mode.inverse))
         is_open = not is_proper and self._has_open_tails()
@@ -260,8 +262,7 @@ class Collapsed:
             self._vector, self.effective = reweighted(self._heights, self._vector, *rough)
             if self.effective > MUCH:
                 return
-        pairs = FEW_PAIRS if self.group.is_weighted else FEWEST_PAIRS
-        points = normal_points(max(pairs, starts.shape[-1]), starts.shape[-1])
+        points = normal_points(max(FEWEST_PAIRS, starts.shape[-1]), starts.shape[-1])
         place, roots = mode.place, [self._near]
         if self.flaw:  # that is no mode
             place = _taken(starts, self._heights(starts).argmax(0))
@@ -322,23 +323,32 @@ class Collapsed:
         """
         if self.flaw:
             return None
+        is_small = self._vector.center.shape[-1] <= MOST_MIXED
+        if self._further is None:
+            self._further = self._vectors_of_others(is_small)
+        vectors = [self._vector, *self._further[:MOST_MODES]]
+        if fold and is_small:
+            self._take(*adapted_mixture(self._heights, vectors, fold))
+        else:
+            self._take(vectors, shares_of(self._heights, vectors))
+        return 1.0 if len(self._further) > MOST_MODES else self._modes.unseen
+
+    def _vectors_of_others(self, is_small: bool) -> list[BentVector]:
+        """Returns a vector about each mode but the vector's own; of few numbers with the moments of the density there.
+
+        All draws of the prior are searched from, where some modes are unseen as yet.
+        """
         if self._modes.unseen > 0:
             self._modes = modes_of(self._heights, self._slopes, self._searched(self._starts))
         modes = self._modes.vectors
         own = [float(self._vector.log_prob(each.center).sum()) for each in modes]
-        further = [each for each, near in zip(modes, own) if near < max(own)][:MOST_MODES]
-        vectors = [self._vector, *further]
-        if fold and self._vector.center.shape[-1] <= MOST_MIXED:
-            vectors[1:] = [self._bent(each) for each in further]
-            self._take(*adapted_mixture(self._heights, vectors, fold))
-        else:
-            self._take(vectors, shares_of(self._heights, vectors))
-        return 1.0 if len(modes) > 1 + MOST_MODES else self._modes.unseen
-
-    def _bent(self, normal: BentVector) -> BentVector:
-        """Returns a Normal about a mode with the moments, and the bends, of the density there."""
-        bent = bent_along_lines(self._heights, normal.center, normal.root)
-        return reweighted(self._heights, bent, FEW_POINTS, MUCH)[0]
+        others = [each for each, near in zip(modes, own) if near < max(own)]
+        if not is_small:
+            return others
+        for i, each in enumerate(others[:MOST_MODES]):
+            bent = bent_along_lines(self._heights, each.center, each.root)
+            others[i], _ = reweighted(self._heights, bent, FEW_POINTS, MUCH)
+        return others
 
     def _searched(self, starts: Tensor) -> Ascent:
         eps = torch.finfo(self._coordinates.like.dtype).eps

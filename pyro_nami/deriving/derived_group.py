@@ -21,7 +21,6 @@ class ConjugateGroup(NamedTuple):
             off, "collapsed" for the same about its mode, or "Bernoulli" for binary ones by bounds.
         bound: what stands for the likelihood of children that have one: "" for nothing, "bounded" for a bound (see
             `pyro_nami.factors.bounds`) whose parameters networks give, "bound" for the tightest.
-        is_weighted: whether weights correct draws, so that a grid may be coarse, and a search rough.
         depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance
             by instance of their plates, which are the same in a level; the others are elements of one vector.
         num_lifted: number of such levels.
@@ -29,6 +28,7 @@ class ConjugateGroup(NamedTuple):
         flat: members with flat priors, which say nothing; see `pyro_nami.program.flat_priors`.
         needed: latents drawn before that the density reads.
         in_turn: whether they are binary, and those that come later are explained away by those before.
+        is_weighted: whether weights correct draws, so that a grid may be coarse, and a search rough.
     """
 
     members: tuple[str, ...]

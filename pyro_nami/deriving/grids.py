@@ -95,7 +95,10 @@ class LineDensity(NamedTuple):
 
 
 def side_of(group: ConjugateGroup) -> int:
-    """Returns the number of points along a side of a group's grid: half as many where weights correct it, or of two."""
+    """Returns the number of points along a side of a group's grid.
+
+    There are half as many in a joint grid of two latents, and where weights correct draws.
+    """
     is_coarse = group.form == "quadrature" and (group.is_weighted or len(group.members) > 1)
     return (SIZE - 1) // 2 + 1 if is_coarse else SIZE
 

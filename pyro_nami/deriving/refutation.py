@@ -95,14 +95,16 @@ class Refutation:
     def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
         """Returns the group as it can be derived, if its form holds at all draws.
 
-        ``near`` says that a Gaussian block may be one about a mode instead, or one latent in a plate on a grid.
+        ``near`` says that a Gaussian block may be one about a mode instead, or, where draws are weighted, a latent in
+        plates on grids.
         """
         found = self._tested(group)
         if found or not near or group.form != "Gaussian" or group.bound:
             return found
         found = self._tested(group._replace(form="Newton"))
         if not found and self.is_weighted and group.num_lifted and group.elements == (1,):
-            found = self._tested(group._replace(form="quadrature"))  # whose density may be bent
+            # a grid asks for one mode alone, no concave density
+            found = self._tested(group._replace(form="quadrature"))
         return found
 
     def _tested(self, group: ConjugateGroup) -> ConjugateGroup | None:

@@ -31,8 +31,9 @@ from pyro_nami.program.many_draws import FEWEST_DRAWS
 __all__ = ["MOST_R_HAT", "Chains", "run_chains"]
 
 MOST_CHAINS, FEWEST_CHAINS = 128, 16  # that run at once
-# Elements that take as long as an operation does by itself. With as many, or more, a run takes longer for more chains,
-# and fewer chains make more transitions in a time.
+# Elements that take as long to compute as an operation takes by itself. A run of more elements takes longer for more
+# chains, and fewer chains make more transitions in a time: an item response model has an R-hat of 1.02 after 30 s by 26
+# chains, and of 1.06 by 88, as 10,000 elements would give it.
 AN_OPERATION = 3_000
 # Effective share of the draws that chains begin at. Where all began at one, the R-hat of 388 numbers was 3.9 after
 # as many seconds, in place of 1.9.
@@ -40,7 +41,7 @@ DIVERSE = 0.25
 FEWEST = 16  # transitions of the first round, which whitens little yet; of 250, it takes as long as agreement does
 LEAST_SHRINKAGE = 1e-4  # of correlations towards zero, for a matrix with a root in single precision
 MOST_SEEN = 2048  # draws that tell the coordinates of the next round
-LEAST_GAIN = 0.1  # nats a draw, by which a Normal fits better in other coordinates
+BETTER = 0.1  # nats a draw, by which a Normal has to fit better in other coordinates
 MOST_R_HAT = 1.05  # of chains that agree
 ACCEPTANCE = 0.8  # of a transition, that the step size is chosen for
 FIRST_STEP = 0.3  # in standard deviations
@@ -194,7 +195,7 @@ class Chains:
         best = self._fit(chosen)
         for name in self.start.scaled:
             other = chosen ^ {name}
-            if (fit := self._fit(other)) > best + LEAST_GAIN:
+            if (fit := self._fit(other)) > best + BETTER:
                 chosen, best = other, fit
         return chosen
 

@@ -39,7 +39,9 @@ __all__ = ["Interrupted", "fit"]
 ENOUGH = 0.5  # share of the draws that are effective, from which more draws change little
 DEFENSIVE = 0.05  # share of draws from the prior, where a guide has to learn; more waste draws
 FEWEST = 1000  # draws that tell whether a guide is right
-FIRST = 256  # draws that tell whether a guide that is to learn is right as it is
+FIRST = (
+    256  # draws that tell whether a guide that is to learn is right as it is; 4,000 may take 45 s
+)
 FOLD = 4  # times as many points, by which mixtures of latents that come first are improved
 MOST_DRAWS = 64  # times as many as are asked for, a power of 4
 DRAWING = 20.0  # seconds of processor time that more draws may take
@@ -130,7 +132,7 @@ class _Fitting:
     bar: Any
     guide: Any = None
     found: Posterior | None = None
-    chained: Posterior | None = None  # what chains have found
+    chained: Posterior | None = None  # the draws of the last chains, whether these agree or not
     unseen: float = 0.0  # share of searches that would lead to modes that are not known
     a_draw: float = 0.0  # seconds of processor time that it takes
 

@@ -54,11 +54,8 @@ def train(
         tick: called with what is done.
     """
     model = AtDraws.of(target, drawn.resample(FIRST_ROUND))
-    elbo = Trace_ELBO(
-        PARTICLES if model.is_at_once else PARTICLES_ONE_BY_ONE,
-        max_plate_nesting=model.target.nesting,
-        vectorize_particles=model.is_at_once,
-    )
+    particles = PARTICLES if model.is_at_once else PARTICLES_ONE_BY_ONE
+    elbo = Trace_ELBO(particles, model.target.nesting, vectorize_particles=model.is_at_once)
     args, kwargs = target.program.args, target.program.kwargs
     # whose own parameters stay as they are
     held = poutine.block(model.target.program.model, hide_types=["param"])

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import slopes_of
 
 from pyro_nami.deriving.ascent import ascend, curvature_at, measured, polish
 
 EPS = torch.finfo(torch.float64).eps
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def slopes_of(log_prob):
-    def slopes(points):
-        points = points.detach().requires_grad_()
-        height = log_prob(points)
-        (slope,) = torch.autograd.grad(height.sum(), points)
-        return height.detach(), slope
-
-    return slopes
 
 
 def normal(scales, correlation):

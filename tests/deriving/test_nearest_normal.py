@@ -6,21 +6,13 @@ import math
 
 import pytest
 import torch
+from models import slopes_of
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from pyro_nami.deriving.bent_vector import bent_along_lines, reweighted, unbent
 from pyro_nami.deriving.nearest_normal import nearest_normal, normal_points
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def slopes_of(log_prob):
-    def slopes(points):
-        points = points.detach().requires_grad_()
-        height = log_prob(points)
-        return height.detach(), torch.autograd.grad(height.sum(), points)[0]
-
-    return slopes
 
 
 def nearest(log_prob, numbers, center=0.0, scale=1.0, pairs=128):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from models import slopes_of
 from torch.distributions import MultivariateNormal
 
 from pyro_nami.deriving.ascent import Ascent
@@ -59,17 +60,6 @@ def two_modes(x):
     """Normals of one deviation about 0 and 8, with a third of the mass at 8."""
     far = math.log(0.5) - (x - 8.0).square().sum(-1) / 2
     return torch.logaddexp(-x.square().sum(-1) / 2, far)
-
-
-def slopes_of(heights):
-    """A density and its slopes, as searches take them."""
-
-    def run(points):
-        points = points.detach().requires_grad_()
-        height = heights(points)
-        return height.detach(), torch.autograd.grad(height.sum(), points)[0]
-
-    return run
 
 
 def ends(places):

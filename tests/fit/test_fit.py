@@ -390,3 +390,35 @@ def test_chains_take_the_coordinates_in_which_draws_are_more_normal(noise, chose
     run = chains.Chains(replace(start, given=drawn), 16, 100, lambda: None)
     run.run()
     assert run.standardized == chosen
+
+
+def correlated(y):
+    scale = pyro.sample("scale", dist.HalfNormal(torch.ones(2)).to_event(1))
+    corr = pyro.sample("corr", dist.LKJCholesky(2, 2.0))
+    with pyro.plate("rows", 3):
+        root = scale[..., None, :, None] * corr[..., None, :, :]
+        z = pyro.sample("z", dist.MultivariateNormal(torch.tensor([1.0, -1.0]), scale_tril=root))
+        pyro.sample("y", dist.Normal(z[..., 0], 5.0), obs=y)
+
+
+def test_a_density_is_the_same_in_units_of_priors():
+    """Of correlated vectors, whose coordinates are theirs divided by a root of the prior's covariance."""
+    pyro.set_rng_seed(0)
+    given = {
+        "scale": torch.rand(40, 2) + 0.1,
+        "corr": dist.LKJCholesky(2, 2.0).sample((40,)),
+        "z": torch.randn(40, 3, 2),
+    }
+    target = Target(Program(correlated, (torch.zeros(3),), {}), None)
+    few = {name: value[:4] for name, value in given.items()}
+    start = replace(Start.of(target, {}, few).checked(4, slice(0, 1)), given=given)
+    assert start.scaled == ["z"]
+    plain, place = start.path(40, slice(0, 1))
+    path, position = start.path(40, slice(0, 1), frozenset(["z"]))
+    torch.testing.assert_close(path.at(position).values["z"][:, 0], given["z"], atol=1e-5, rtol=0)
+    volume = (given["scale"].log().sum(-1) + given["corr"][:, 1, 1].log())[:, None] * 3
+    off = path.value(position).at(1.0) - plain.value(place).at(1.0)
+    torch.testing.assert_close(off, volume, atol=1e-3, rtol=0)
+    root = given["scale"][..., None] * given["corr"]
+    units = torch.linalg.solve(root[:, None], (given["z"] - torch.tensor([1.0, -1.0]))[..., None])
+    torch.testing.assert_close(position[:, 0, -6:], units.flatten(1), atol=1e-3, rtol=1e-3)
