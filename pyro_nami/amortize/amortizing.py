@@ -188,7 +188,7 @@ class _Training(NamedTuple):
         if best.history.losses:
             with forked_rng():
                 simulated = SimulatedData(self.draws.observed, site_forms(simulator))
-        return AmortizedPosterior(*simulator.program, best.guide, best.history, simulated)
+        return AmortizedPosterior(*simulator.program[:3], best.guide, best.history, simulated)
 
     def _best(self) -> _Trained:
         """Returns the best guide that is made for the model; without training if all its latents are exact."""

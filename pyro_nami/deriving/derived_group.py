@@ -18,13 +18,16 @@ class ConjugateGroup(NamedTuple):
         form: of conditionals: a name in `exponential_families.FORMS`, "enumeration", "Gaussian" for a joint block,
             "Newton" for one whose density is concave, "quadrature" for one with one or two elements of that kind,
             "marginal" for what comes first on a grid, with all others integrated out, "rough grid" where that is
-            off, "collapsed" for the same about its mode, or "Bernoulli" for binary ones by bounds.
+            off, "collapsed" for the same about its mode, "Bernoulli" for binary ones by bounds, "states" for those of a
+            loop, "states about a mode", "states nearest" for the Normal nearest to their posterior, or "states
+            enumerated".
         bound: what stands for the likelihood of children that have one: "" for nothing, "bounded" for a bound (see
             `pyro_nami.factors.bounds`) whose parameters networks give, "bound" for the tightest.
         depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance
             by instance of their plates, which are the same in a level; the others are elements of one vector.
         num_lifted: number of such levels.
         elements: number of elements of each member, of one instance or of the vector, at the guide's first call.
+        band: of the states of a loop, ``width``, ``back`` and ``span`` of its `Chain`.
         flat: members with flat priors, which say nothing; see `pyro_nami.program.flat_priors`.
         needed: latents drawn before that the density reads.
         in_turn: whether they are binary, and those that come later are explained away by those before.
@@ -37,6 +40,7 @@ class ConjugateGroup(NamedTuple):
     depths: tuple[int, ...] = ()
     num_lifted: int = 0
     elements: tuple[int, ...] = ()
+    band: tuple[int, int, int] = (1, 1, 1)
     flat: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     in_turn: bool = False
@@ -51,7 +55,18 @@ class ConjugateGroup(NamedTuple):
     @property
     def is_located(self) -> bool:
         """Whether they are approximations about a mode."""
-        return self.form in ("Newton", "collapsed")
+        return self.form in ("Newton", "collapsed", "states about a mode", "states nearest")
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether they are the states of a loop."""
+        return self.form.startswith("states")
+
+    @property
+    def drawn(self) -> ConjugateGroup:
+        """The group that draws are from: of states about a mode a nearer Normal, if each datum reads one of them."""
+        is_nearest = self.form == "states about a mode" and self.band[2] == 1
+        return self._replace(form="states nearest") if is_nearest else self
 
     @property
     def comes_first(self) -> bool:

@@ -6,7 +6,7 @@ at z = k. One run of the model gives all k, along a batch dim of its own to the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -17,9 +17,7 @@ from torch.distributions.kl import register_kl
 from pyro_nami.deriving.expansion import Expansion, irregular, squeezed, within_plates
 from pyro_nami.factors.wrappers import innermost
 
-__all__ = ["MOST_VALUES", "Enumeration", "num_values"]
-
-MOST_VALUES = 64  # of a latent; a run of the model has a batch dim of so many
+__all__ = ["Enumeration", "without_score"]
 
 
 class _WithoutScore:
@@ -48,13 +46,16 @@ for _kind in _KINDS.values():
         raise NotImplementedError
 
 
-def num_values(prior: Any) -> int | None:
-    """Returns how many values a latent has that can be enumerated; None if it cannot be."""
-    base: Any = innermost(prior)
-    if type(base) not in _KINDS or prior.event_shape != base.event_shape:
-        return None
-    count = 2 if isinstance(base, dist.Bernoulli) else base.probs.shape[-1]
-    return count if count <= MOST_VALUES else None
+def without_score(base: Any) -> Callable[[Tensor], Any]:
+    """Returns what makes distributions of a type, without their score, from log-probabilities ``(*batch, K)``."""
+    kind = _KINDS[type(base)]
+
+    def make(logits: Tensor) -> Any:
+        if issubclass(kind, dist.Bernoulli):
+            return kind(logits=logits[..., 1] - logits[..., 0], validate_args=False)
+        return kind(logits=logits, validate_args=False)
+
+    return make
 
 
 class Enumeration(Expansion):
@@ -95,11 +96,7 @@ class Enumeration(Expansion):
         self._logits = logits if self.differentiable else logits.detach()
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
-        kind = _KINDS[type(innermost(self.priors[name]))]
-        logits = squeezed(self._logits, dims, 1)
-        if issubclass(kind, dist.Bernoulli):
-            return kind(logits=logits[..., 1] - logits[..., 0], validate_args=False)
-        return kind(logits=logits, validate_args=False)
+        return without_score(innermost(self.priors[name]))(squeezed(self._logits, dims, 1))
 
     # ---- probing
 

@@ -31,7 +31,6 @@ import pyro.distributions as dist
 import torch
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.enumeration import num_values
 from pyro_nami.deriving.exponential_families import forms_of
 from pyro_nami.deriving.grids import MOST_ON_GRID
 from pyro_nami.deriving.refutation import Refutation
@@ -41,8 +40,10 @@ from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversion_methods import nami
 from pyro_nami.graph.network import BayesNet
+from pyro_nami.program.chains import Chain
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import is_masked_within, own_mask
+from pyro_nami.program.site_values import num_values
 
 __all__ = ["COMPILED", "MOST_DENSE", "Finder"]
 
@@ -77,6 +78,7 @@ class Finder:
         bounds: latents whose conditionals are to be by bounds -> "bounded" or "bound", see `ConjugateGroup`.
         located: latents whose modes are asked for, whatever these take.
         bent: latents whose priors are not to be taken for flat -> why.
+        states: latents that are the states of a loop.
 
     Attributes:
         flat: latents with flat priors that are in the joint block; those that are not are in ``bent`` then.
@@ -94,6 +96,7 @@ class Finder:
     bounds: Mapping[str, str] = field(default_factory=dict)
     located: frozenset[str] = frozenset()
     bent: dict[str, str] = field(default_factory=dict)
+    states: Mapping[str, Chain] = field(default_factory=dict)
     flat: set[str] = field(default_factory=set)
     obstacles: dict[str, str] = field(default_factory=dict)
 
@@ -177,7 +180,7 @@ class Finder:
         By Newton's method this is done anew at each level, given what is drawn before; by quadrature for each member.
         """
         # of which one mode is constant
-        if not group.has_mode or self.is_compiled and len(group.members) > 1:
+        if not group.has_mode or group.is_chain or self.is_compiled and len(group.members) > 1:
             return group
 
         def rest(before: Collection[str]) -> ConjugateGroup:
@@ -222,6 +225,8 @@ class Finder:
 
     def block(self) -> list[list[str]]:
         """Returns blocks of all latents, to be eliminated one after another, such that most are exact; or none."""
+        if self.states and all(self._is_block([name]) for name in self.states):
+            return self._parts([list(self.states)])
         shown = [
             name
             for name in self.net.latent
@@ -375,6 +380,8 @@ class Finder:
                 yield f"a call sees a part only of '{child}', which depends on it"
 
     def _is_normal(self, name: str) -> bool:
+        if name in self.states:
+            return False
         kinds = (dist.Normal, dist.MultivariateNormal)
         return name in self.flat or type(innermost(self.nodes[name]["fn"])) in kinds
 
@@ -389,6 +396,8 @@ class Finder:
         return group is not None and self.tests.holding(group.alone("Beta")) is not None
 
     def _form(self, name: str) -> str | None:
+        if name in self.states:
+            return "states enumerated" if self.states[name].values else "states"
         fn = self.nodes[name]["fn"]
         if isinstance(innermost(fn), dist.Bernoulli) and (
             name in self.bounds or self._is_bounded(name)
@@ -398,6 +407,8 @@ class Finder:
 
     def _forms(self, name: str) -> list[str]:
         """Returns the forms that a prior may have, whatever the values of other latents."""
+        if name in self.states:
+            return []
         return forms_of(
             self.nodes[name]["fn"], moving=not self._parents(name) <= set(self.net.observed)
         )
@@ -441,6 +452,9 @@ class Finder:
             form, *others = set(map(self._form, names))
             if form is None or others or len(names) > 1 and form != "Bernoulli":
                 return None
+            if chain := self.states.get(names[0]):
+                band = chain.width, chain.back, chain.span
+                return group._replace(form=form, elements=(max(1, chain.values),), band=band)
             count = num_values(self.nodes[names[0]]["fn"]) if form == "enumeration" else None
             return group._replace(form=form, elements=(count,) if count else ())
         if any(self._parents(name).intersection(names[i:]) for i, name in enumerate(names)):

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.bounded import LinearBernoulli
+from pyro_nami.deriving.chain_modes import NearestStates, StatesAboutMode
+from pyro_nami.deriving.chain_states import ChainStates, flaw_of_states
 from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.discrete_states import DiscreteStates, flaw_of_discrete
 from pyro_nami.deriving.enumeration import Enumeration
 from pyro_nami.deriving.expansion import (
     MOST_RUNS,
@@ -99,6 +102,8 @@ class Refutation:
         plates on grids.
         """
         found = self._tested(group)
+        if group.form == "states" and not found:
+            return self._tested(group._replace(form="states about a mode"))
         if found or not near or group.form != "Gaussian" or group.bound:
             return found
         found = self._tested(group._replace(form="Newton"))
@@ -128,6 +133,8 @@ class Refutation:
             is_first, own = draw is self.draws[0], {}
             if closed and not is_first and draw.keys() >= {*group.members}:
                 own = {name: draw[name] for name in group.members}
+            if group.is_chain and told:
+                break  # provenance says what states read, and a run takes long
             if not draw.keys() >= group.needed or told > PROBED_DRAWS and not own:
                 continue
             given = {name: draw[name] for name in (*group.children, *group.needed) if name in draw}
@@ -189,6 +196,10 @@ class Refutation:
             return expansion.sites(self.run, drawn)
 
         try:
+            if group.is_chain:
+                is_discrete = group.form == "states enumerated"
+                flaw: Any = flaw_of_discrete if is_discrete else flaw_of_states
+                return flaw(self._about(group), run)
             if group.has_mode:
                 return self._flaw_about_mode(group, run)
             return self._flaw_at_points(group, run, own or {}, only)
@@ -427,6 +438,10 @@ def expansion_of(group: ConjugateGroup) -> type[Expansion]:
         "Newton": Newton,
         "quadrature": Newton,
         "enumeration": Enumeration,
+        "states": ChainStates,
+        "states about a mode": StatesAboutMode,
+        "states nearest": NearestStates,
+        "states enumerated": DiscreteStates,
         "Bernoulli": LinearBernoulli,
     }
     return kinds.get(group.form, ByStatistics)

@@ -18,9 +18,10 @@ from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.draw import start_pass
 from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.first_latents import check_first, log_modes
+from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.order import find_order, search_forms
+from pyro_nami.guide.order import Search, find_order, search_forms
 from pyro_nami.guide.plan import Plan, SamplingOrder
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
@@ -78,8 +79,16 @@ def assemble(
     """Returns what a guide is made of, from one call; see `first_call`."""
     layers = random_layers(model, *args, *kwargs.values())
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
-        first = first_call(Program(model, args, kwargs), options, subsampled, layers)
-        found = _found(first)
+        program = Program(model, args, kwargs)
+        first = first_call(program, options, subsampled, layers, lifted=_may_lift(options))
+        search = search_forms(first, {}, {}) if first.program.chains else None
+        if (
+            search is not None
+            and not search.order.groups.keys() >= first.program.chains.states.keys()
+        ):
+            first = first_call(program, options, subsampled, layers, lifted=False)
+            search = None
+        found = _found(first) if search is None else _found_beside(first, {}, search)
         if found.plan.sampling.lost and (mapped := first.mapped()):
             further = _found(mapped)
             # else steps are faster without
@@ -99,6 +108,16 @@ def assemble(
                 f"there were one; give '{name}' a proper prior."
             )
         return found
+
+
+def _may_lift(options: Options) -> bool:
+    """Whether the sites of a loop may be held as one: by default options, in a guide for one data set."""
+    is_plain = options.inverse == "auto" and options.blocks is None and options.covariates == "auto"
+    named = options.families or options.observed or options.embeddings or options.index_maps
+    is_fixed = options.mode in (None, Mode.FIXED)
+    return (
+        is_plain and is_fixed and options.exact and options.anchor and not (named or options.rules)
+    )
 
 
 def _found(first: FirstCall) -> Assembled:
@@ -143,11 +162,19 @@ def _num_operations(first: FirstCall) -> int:
     return sum(1 for _ in operations_of(*densities))
 
 
-def _found_beside(first: FirstCall, skipped: Mapping[str, str]) -> Assembled:
-    """Returns a plan, whose first latents are checked, and its networks; ``skipped``: see `search_forms`."""
+def _found_beside(
+    first: FirstCall, skipped: Mapping[str, str], search: Search | None = None
+) -> Assembled:
+    """Returns a plan, whose first latents are checked, and its networks.
+
+    Args:
+        first: the first call.
+        skipped: see `search_forms`.
+        search: what `search_forms` has found, if that was called.
+    """
     cut = dict[str, str]()  # latents whose priors turn out not to be flat, and why
     flaws = dict[str, str]()  # forms that do not hold of the latents that come first, and why
-    search = search_forms(first, cut, skipped)
+    search = search or search_forms(first, cut, skipped)
     while True:
         plan, network = _planned(first, find_order(first, search, flaws))
         current = _first_pass(first, plan, network)

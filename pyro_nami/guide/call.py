@@ -44,6 +44,7 @@ class TrainedAnswer(NamedTuple):
         fresh: latents of the call that training had no data for, at the call's inputs: drawn from the model's own
             conditional.
         notice: what the user is to know of these; empty where there are none.
+        absent: sites of a loop that the call, whose loop is shorter, does not have.
     """
 
     call: Any = None
@@ -51,6 +52,7 @@ class TrainedAnswer(NamedTuple):
     private: frozenset[str] = frozenset()
     fresh: tuple[str, ...] = ()
     notice: str = ""
+    absent: frozenset[str] = frozenset()
 
 
 class Kept(NamedTuple):
@@ -163,7 +165,9 @@ def target_of(call: Any, before: Sites, now: Sites, plan: Plan) -> TrainedAnswer
     other = [
         name
         for name in latents
-        if name in open_sites and _extent(now, name) != _extent(before, name)
+        if name in open_sites
+        and (_plates(now, (name,)), _event(now, name))
+        != (_plates(before, (name,)), _event(before, name))
     ]
     barren = [name for name in latents if isinstance(plan.rules[name], Prior)]
     own = {*other, *barren}
@@ -172,8 +176,12 @@ def target_of(call: Any, before: Sites, now: Sites, plan: Plan) -> TrainedAnswer
         name for name in now if name in open_sites and (name in own or name not in plan.names)
     )
     untold = tuple(name for name in fresh if name not in barren)
+    loops = [name for name in plan.chains.states if name in now]
+    absent = {site for name in loops for site in plan.chains.states[name].sites}
+    absent.difference_update(*(now[name]["part"].sites for name in loops))
+    notice = _notice(untold, before, now)
     return TrainedAnswer(
-        call, hidden, _read_by_others(plan, hidden), fresh, _notice(untold, before, now)
+        call, hidden, _read_by_others(plan, hidden), fresh, notice, frozenset(absent)
     )
 
 
@@ -212,9 +220,10 @@ def reference_values(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _extent(sites: Sites, name: str) -> tuple:
-    """Returns the plates around a site, with their full sizes, and its event shape."""
-    return _plates(sites, (name,)), sites[name]["fn"].event_shape
+def _event(sites: Sites, name: str) -> torch.Size:
+    """Returns the event shape of a site; of a loop, whose length may differ, none."""
+    site = sites[name]
+    return torch.Size() if "part" in site else site["fn"].event_shape
 
 
 def _notice(fresh: tuple[str, ...], before: Sites, now: Sites) -> str:

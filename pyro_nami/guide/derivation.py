@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from pyro_nami.deriving.chain_states import ChainStates
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import Changed, Expansion, parameters_of, solved
 from pyro_nami.deriving.gaussian_constants import Constants, FromConstants, constants_of
@@ -148,6 +149,8 @@ class _Derivation:
         elif near is not None and near.has_moved:
             for starts, data in self._starts():
                 starts.note(data, near.references)
+        if isinstance(expansion, ChainStates) and not expansion.unfound:
+            self.call.derived.starts[group.members, "states"] = expansion.begin_next()
         derived.sites.update({name: sites[name] for name in expansion.group.members})
         return expansion, sites
 
@@ -258,7 +261,10 @@ class _Derivation:
         if constants is not None:
             forget = functools.partial(kept.__setitem__, (group, leading), None)
             return FromConstants(group, leading, nesting, constants=constants, forget=forget)
-        if group.has_mode or group.form == "Gaussian":
+        if group.is_chain:
+            if begin := call.derived.starts.get((group.members, "states")):
+                options["at"] = begin
+        elif group.has_mode or group.form == "Gaussian":
             # where to start
             members = set(group.members)
             near = [each for each in derived.near.values() if members <= set(each.group.members)]

@@ -99,10 +99,14 @@ def hand_out(plan: Plan, call: Call, values: Values) -> dict[str, Tensor]:
     sites, found = call.sites or sites_of(call, plan), dict[str, Tensor]()
     hidden = call.lacking | call.target.hidden
     for name in [name for name in plan.rules if name in values and name not in hidden]:
+        own = plan.chains.split({name: values[name]})
+        chain, whole = plan.chains.states.get(name), sites[name]["fn"].event_dim
         with _At(sites[name]):
-            found[name] = pyro.sample(
-                name, dist.Delta(values[name], event_dim=sites[name]["fn"].event_dim)
-            )
+            for i, (each, value) in enumerate(own.items()):
+                if each in call.target.absent:
+                    continue
+                event_dim = whole if chain is None else len(chain.events[i])
+                found[each] = pyro.sample(each, dist.Delta(value, event_dim=event_dim))
     return found
 
 
@@ -188,7 +192,7 @@ def stages_of(
 
 def _draw_group(group: ConjugateGroup, current: Pass) -> None:
     """Draws the members of a group from the conditionals that the model gives; these are derived first."""
-    current.derive(group)
+    current.derive(group.drawn)
     known = current.values.keys() | current.derived.observed
     left = [name for name in group.members if name in current.rules and name not in known]
     sites: Sites = current.derived.sites
@@ -196,7 +200,9 @@ def _draw_group(group: ConjugateGroup, current: Pass) -> None:
         with forked_rng():  # as draws shall not depend on what was derived before
             sites = current.run(until=left)
     for name in left:
-        if current.rules[name].group is not None:
+        if name in current.plan.chains.states:
+            _draw_states(current, name, sites[name])
+        elif current.rules[name].group is not None:
             _draw_at(current, name, sites[name])
 
 
@@ -227,7 +233,7 @@ class _DrawingRun(Runner):
             return
         rule = current.rules.get(name)
         if rule is None:
-            if name not in self._plan.names and is_latent(msg):
+            if name not in self._plan.names and name not in self.values and is_latent(msg):
                 raise ValueError(new_site(name))
         elif msg["is_observed"] or name in self.values:
             predictive = self._plan.inverse.predictive - self._plan.semi_observed
@@ -280,6 +286,25 @@ def _draw_at(current: Pass, name: str, site: Message, prior: Distribution | None
         return
     with _At({**site, "mask": _mask(current, rule, site), "scale": current.scale(site)}):
         current.take(name, pyro.sample(name, current.outside.see(fn)), fn)
+
+
+def _draw_states(current: Pass, name: str, site: Message) -> None:
+    """Draws the states of a loop one after another, each at its own site."""
+    chain = current.plan.chains.states[name]
+    fn: Any = current.rules[name].distribution(current, plate_shape(site), None)
+    in_turn, values = fn.in_sequence(), []
+    around = {**site, "mask": None, "scale": current.scale(site)}
+    for each, event in zip(chain.sites, chain.events):
+        own = in_turn.next(event)
+        if each in current.call.target.absent:
+            values.append(own.rsample())
+        else:
+            with _At(around):
+                value = pyro.sample(each, current.outside.see(own))
+            current.outside.values[each] = value
+            values.append(current.outside.inside(value, len(event)))
+        in_turn.take(values[-1])
+    current.know(name, chain.joined(values), drawn=True)
 
 
 def _mask(current: Pass, rule: Rule, site: Message) -> Tensor | None:

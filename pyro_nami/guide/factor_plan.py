@@ -60,7 +60,9 @@ def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
     latents, groups, inverse = order.latents, order.groups, order.inverse
     learned = [name for name in latents if name not in groups]
     corrected = {
-        name for name, group in groups.items() if group.is_located or _is_corrected(first, group)
+        name
+        for name, group in groups.items()
+        if group.is_located and not group.is_chain or _is_corrected(first, group)
     }
     # latents whose Normals about a mode networks bend
     bent = {name for name in corrected if groups[name].form != "Bernoulli"}
@@ -73,7 +75,10 @@ def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
         for name in first.net.sites
         if name not in first.nodes or first.nodes[name]["value"].numel() == 0
     }
-    planned = _plan_reads(first.net, inverse, latents, covariates.columns, empty | first.unread)
+    # The data of a loop are many numbers, and a guide with loops answers for one data set.
+    loops = {chain.name for chain in first.program.chains.chains}
+    unread = empty | first.unread | loops
+    planned = _plan_reads(first.net, inverse, latents, covariates.columns, unread)
     reads = _in_reach(first, planned)
     blocks = {
         name: frozenset() if name in bent else _block_of(first, name, inverse) for name in latents

@@ -23,11 +23,12 @@ from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, seed_rng, untouched
-from pyro_nami.program.many_draws import MANY_DRAWS, difference_at, for_many
+from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, difference_at, for_many
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner, Sites
 from pyro_nami.program.vectorized import Vectorized
+from pyro_nami.reading.chains import has_loop
 from pyro_nami.reading.changes import moved
 from pyro_nami.reading.extraction import Extraction, extract, is_blocked
 from pyro_nami.reading.masked_latents import read_where_masked
@@ -49,6 +50,7 @@ class FirstCall(NamedTuple):
     found: Extraction
     net: BayesNet  # that of ``found`` as the guide takes it
     prototype: poutine.Trace  # a run at the initial values
+    nodes: Sites  # of the prototype, with loops as one site each
     draws: list[dict[str, Tensor]]  # joint draws of all sites
     plates: Plates
     frames: Mapping[str, frozenset[str]]  # site -> the plates that its tensor has dims for
@@ -56,11 +58,6 @@ class FirstCall(NamedTuple):
     unread: frozenset[str]  # these, and data of which a call sees a part that no plate tells
     # latents too large for networks to say how they depend on others
     apart: frozenset[str] = frozenset()
-
-    @property
-    def nodes(self) -> Sites:
-        """The sites of the prototype."""
-        return self.prototype.nodes
 
     @property
     def data(self) -> list[str]:
@@ -126,6 +123,8 @@ def first_call(
     options: Options,
     subsampled: Collection[str],
     random_layers: Sequence[nn.Module],
+    *,
+    lifted: bool,
 ) -> FirstCall:
     """Returns what a first call shows. The model is left as it was; random number generators are not.
 
@@ -134,11 +133,12 @@ def first_call(
         options: the guide's.
         subsampled: plates that ``create_plates`` subsamples.
         random_layers: layers of the model that draw random numbers in training; they are in evaluation mode here.
+        lifted: whether the sites of a loop are to be held as one.
     """
-    if options.init_loc_fn is None and not options.observed:
-        prototype = likely_start(program, options.init_scale)
-    else:
-        prototype = first_run(program, options.init_loc_fn or near_origin)
+    prototype = first_run(program, options.init_loc_fn or near_origin)
+    lifted = lifted and not random_layers and has_loop(prototype.nodes)
+    if options.init_loc_fn is None and not options.observed and not lifted:
+        prototype = likely_start(program, prototype, options.init_scale)
     nodes: Sites = prototype.nodes
     # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
     model = poutine.condition(program.model, subsamples(nodes))
@@ -147,15 +147,20 @@ def first_call(
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
         found = extract(
-            *program,
+            model,
+            program.args,
+            program.kwargs,
             observed=options.observed,
             init=lambda site: nodes[site["name"]]["value"],
             index_maps={
                 pair: given(*program.args, **program.kwargs)
                 for pair, given in options.index_maps.items()
             },
+            lifted=lifted,
         )
-        draws = program.prior_draws(MANY_DRAWS)
+        program = program._replace(chains=found.chains)
+        draws = program.prior_draws(FEWEST_DRAWS if found.chains else MANY_DRAWS)
+        nodes = found.chains.messages(nodes)
     restless = _moved_by(random_layers, program, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
@@ -172,6 +177,7 @@ def first_call(
         found=found,
         net=with_hidden_evidence(net) if is_blocked(model) else net,
         prototype=prototype,
+        nodes=nodes,
         draws=draws,
         plates=plates._replace(minibatched=frozenset().union(*of_data)),
         frames={name: frozenset(frame.name for frame in stack) for name, stack in stacks.items()},

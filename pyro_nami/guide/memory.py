@@ -80,12 +80,13 @@ class Memory:
 
     def _copied(self, call: Call) -> Call:
         copies: dict[int, Tensor] = {}
-        parts = *call.program[1:], call.indices, call.values, call.held
+        program = call.program
+        parts = program.args, program.kwargs, call.indices, call.values, call.held
         args, kwargs, indices, values, held = tree_map_only(
             Tensor, lambda value: copies.setdefault(id(value), value.detach().clone()), parts
         )
         held |= {name: value for name, value in values.items() if name not in call.moving}
-        program = call.program._replace(args=args, kwargs=kwargs)
+        program = program._replace(args=args, kwargs=kwargs)
         return call._replace(program=program, indices=indices, values=values, held=held)
 
     def keep(self, reading: Reading) -> None:
@@ -93,8 +94,8 @@ class Memory:
         before, self.kept, call = self.kept, reading, reading.call
         if before is not None and before.call is call:
             return
-        _, args, kwargs = call.program
-        self.context = args, dict(kwargs), dict(call.indices), dict(call.values)
+        program = call.program
+        self.context = program.args, dict(program.kwargs), dict(call.indices), dict(call.values)
         if before is not None and self.history.is_trained:
             self.has_one_context = False
 

@@ -296,14 +296,13 @@ class AutoNaMIGuide(DensityGuide):
             return self._draws(count, call.program.args, dict(call.program.kwargs), seed)
 
         values = self._ahead.next((self.network.passes, id(call.values)), make)
-        found = hand_out(plan, call, values)
+        found = hand_out(plan, call, plan.chains.joined(values))
         if call.target.fresh:
             current = start_pass(plan, self._start(call), call)
-            current.values.update(
-                {name: v.clone() if v.is_inference() else v for name, v in found.items()}
-            )
+            own = {name: v.clone() if v.is_inference() else v for name, v in found.items()}
+            current.values.update(plan.chains.joined(own))
             found |= draw_fresh(current)
-        return {name: found[name] for name in (*plan.rules, *found) if name in found}
+        return {name: found[name] for name in (*plan.shown, *found) if name in found}
 
     def _drawn(
         self, call: Call, refinement: Mapping[Hashable, Tensor] | None = None
@@ -320,7 +319,7 @@ class AutoNaMIGuide(DensityGuide):
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
         found = {**current.outside.values, **fresh}
-        return {name: found[name] for name in (*plan.rules, *fresh) if name in found}
+        return {name: found[name] for name in (*plan.shown, *fresh) if name in found}
 
     # ---- summaries
 
@@ -397,10 +396,8 @@ class AutoNaMIGuide(DensityGuide):
             return plan
         if self._many is None or self._many[0] is not plan:
             seed_rng(0)
-            few = [
-                {**call.held, **self._drawn(call._replace(target=TrainedAnswer()))}
-                for _ in range(3)
-            ]
+            own = call._replace(target=TrainedAnswer())
+            few = [{**call.held, **plan.chains.joined(self._drawn(own))} for _ in range(3)]
             model = plan.for_many(unmapped(call.program.model))
             program, nesting = call.program._replace(model=model), plan.plates.nesting
             found, reason = for_many(program, nesting, partial(difference_at, few, nesting))

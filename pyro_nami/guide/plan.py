@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pyro_nami.deriving.chain_modes import NEAREST_POINTS
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import leading_shape
 from pyro_nami.deriving.grids import points_of
@@ -20,6 +21,7 @@ from pyro_nami.guide.rules import Learned, Rule, RuleNote
 from pyro_nami.messages import quoted
 from pyro_nami.parameters.conditioning import Plates, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.program.chains import NO_CHAINS, Chains
 from pyro_nami.program.runner import Values
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.covariates import MASK
@@ -106,6 +108,7 @@ class Plan:
     factory: Mapping[str, Any]  # dtype and device of the networks
     vectorized: bool  # whether the model is one for one draw, and mapped over draws
     learns: bool  # whether the model has parameters of its own
+    chains: Chains = NO_CHAINS  # loops, whose sites are one each in all of the plan
 
     def for_many(self, model: Callable) -> Callable:
         """Returns the model as the plan's rules run it."""
@@ -128,6 +131,11 @@ class Plan:
         return self.sampling.groups
 
     @cached_property
+    def shown(self) -> tuple[str, ...]:
+        """The sites that the guide emits, in program order."""
+        return tuple(self.chains.names_of(self.rules))
+
+    @cached_property
     def masked(self) -> bool:
         """Whether the model masks latents."""
         return any(site.is_masked for site in self.sites.values())
@@ -135,8 +143,10 @@ class Plan:
     @cached_property
     def grid_points(self) -> int:
         """The points of the largest grid that is made anew for each draw; 1 if there is none."""
-        grids = {group for group in self.groups.values() if group.form == "quadrature"}
-        return max(map(points_of, grids), default=1)
+        groups = set(self.groups.values())
+        nearest = [NEAREST_POINTS for group in groups if group.drawn is not group]
+        grids = [points_of(group) for group in groups if group.form == "quadrature"]
+        return max([1, *grids, *nearest])
 
     @property
     def num_underived(self) -> tuple[int, int]:
@@ -207,6 +217,7 @@ class Plan:
         kind = rule.kind
         if rule.group is not None:
             by_form = "quadrature" if rule.group.is_tabulated else kind
+            by_form = "newton" if rule.group.is_chain and rule.group.is_located else by_form
             kind = rule.group.bound or ("collapsed" if rule.group.form == "collapsed" else by_form)
         reads = (
             tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()

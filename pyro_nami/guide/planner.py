@@ -19,7 +19,7 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.factor_plan import PlannedFactors, plan_factors
 from pyro_nami.guide.first_call import FirstCall, data_features
 from pyro_nami.guide.plan import Plan, SamplingOrder, SitePlan
-from pyro_nami.guide.rules import Bounded, Exact, Learned, Located, Prior, Rule
+from pyro_nami.guide.rules import Bounded, Exact, Learned, Located, Prior, Rule, States
 from pyro_nami.messages import quoted
 from pyro_nami.parameters.conditioning import covariates_of
 from pyro_nami.program.first_run import allows_nan, is_transparent
@@ -74,6 +74,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         factory=first.factory(order.latents),
         vectorized=isinstance(first.program.model, Vectorized),
         learns=any(site["type"] == "param" for site in nodes.values()),
+        chains=first.program.chains,
     )
 
 
@@ -103,6 +104,8 @@ def _rule(first: FirstCall, name: str, found: PlannedFactors, anchored: bool) ->
     if group is None:
         is_learned = name in found.factors
         return _learned(first, name, found, anchored) if is_learned else Prior(name)
+    if group.is_chain:
+        return States(name, group)
     if name not in found.factors:
         return Exact(name, group)
     if group.form == "Bernoulli":

@@ -198,7 +198,8 @@ class CallReader:
         memory = self.memory
         if memory.kept is None and memory.context is not None:
             args, kwargs, indices, values = memory.context
-            call = Call(Program(model, args, kwargs), indices=indices, values=values, held=values)
+            program = Program(model, args, kwargs, self.plan.chains)
+            call = Call(program, indices=indices, values=values, held=values)
             memory.kept = Reading(self.own.all_of(call), memory.history.current)
         return None if memory.kept is None else memory.kept.call
 

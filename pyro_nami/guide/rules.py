@@ -42,6 +42,7 @@ __all__ = [
     "Rule",
     "RuleNote",
     "RuleNotes",
+    "States",
     "fixed_size",
 ]
 
@@ -138,6 +139,20 @@ class Exact(Rule):
     def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
         fn = self.solved(current).conditional(self.name, current.values)
         return self.masked(fn.log_prob(value), site)
+
+
+@dataclass(frozen=True)
+class States(Exact):
+    """The states of a loop, without corrections; see `pyro_nami.deriving.chain_states`."""
+
+    def solved(self, current: Pass) -> Any:
+        assert self.group is not None
+        return current.derive(self.group.drawn)
+
+    def derived(self, current: Pass) -> tuple[TorchDistribution, bool]:
+        assert self.group is not None
+        near = current.derive(self.group).conditional(self.name, current.values, 0)
+        return near, self.group.is_exact
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class Trainer:
 def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws | None) -> Values:
     """Calls a guide, which makes lazy parameters, and regresses it if it can be; returns its parameters by name."""
     guide: Any = loss.guide
-    _, args, kwargs = simulator.program
+    args, kwargs = simulator.program.args, simulator.program.kwargs
     regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
     count = MANY_DRAWS if regress is None else REGRESSED
     with forked_rng():

@@ -58,15 +58,14 @@ def near_origin(site: Any) -> Tensor:
     return value
 
 
-def likely_start(program: Program, scale: float) -> poutine.Trace:
-    """Returns the trace of a run with every continuous latent where it starts.
+def likely_start(program: Program, first: poutine.Trace, scale: float) -> poutine.Trace:
+    """Returns the trace of a run with every continuous latent where it starts, given one with all near the origin.
 
     Latents are near the origin of unconstrained space, or as near to the median of their prior, or to a place between
     that a vague prior reaches. Those of one kind, whose names differ in digits, are where data are likeliest, by
     Normals of a ``scale`` about all latents: first all or none at medians, then one kind after another, while some is
     better elsewhere. The prior has no say: a scale that suits what has yet to move only holds it.
     """
-    first = first_run(program, near_origin)
     samples = {name: site for name, site in first.nodes.items() if site["type"] == "sample"}
     latent = {name: site["value"] for name, site in samples.items() if not site["is_observed"]}
     if len(latent) == len(samples):

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch.distributions import Independent
 from torch.distributions.constraints import Constraint
 
 from pyro_nami.factors.bijections import bijection_to
-from pyro_nami.factors.wrappers import without
+from pyro_nami.factors.wrappers import innermost, without
 
-__all__ = ["any_value", "drawn", "redraw"]
+__all__ = ["any_value", "drawn", "num_values", "redraw"]
+
+_COUNTED = (dist.Categorical, dist.OneHotCategorical, dist.Bernoulli)
+MOST_VALUES = 64  # of a latent that is enumerated; a run of the model has a batch dim of so many
 
 # draws to find a value that differs, where the support cannot be enumerated: of a Poisson with rate 0.1, all are equal
 # with probability 0.9^20 = 0.12; ten times fewer would often change nothing
@@ -105,3 +109,12 @@ def _other_value(fn: Any, base: Tensor) -> Tensor:
 
 def _whole_event(equal: Tensor, event_dim: int) -> Tensor:
     return equal.flatten(-event_dim).all(-1)[(...,) + (None,) * event_dim] if event_dim else equal
+
+
+def num_values(prior: Any) -> int | None:
+    """Returns how many values a latent has that can be enumerated; None if it cannot be."""
+    base: Any = innermost(prior)
+    if type(base) not in _COUNTED or prior.event_shape != base.event_shape:
+        return None
+    count = 2 if isinstance(base, dist.Bernoulli) else base.probs.shape[-1]
+    return count if count <= MOST_VALUES else None

@@ -24,8 +24,10 @@ from torch import Tensor
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site, closed_nesting
 from pyro_nami.messages import warn
+from pyro_nami.program.chains import NO_CHAINS, Chains
 from pyro_nami.program.isolation import untouched
 from pyro_nami.program.program import Program
+from pyro_nami.reading.chains import find_chains, with_chains
 from pyro_nami.reading.index_maps.decoding import MapPlan
 from pyro_nami.reading.index_maps.search import search_maps
 from pyro_nami.reading.interventions import Dependencies, claim, intervene, is_blocked
@@ -46,6 +48,7 @@ class Extraction(NamedTuple):
         index_maps: for plates (q, p), nested raggedly, the instance of p to which each instance of q belongs,
             ``(size_q,)``: as sites read it, without what follows from two of them.
         map_plans: how to find these maps in other calls, for those that the caller did not give.
+        chains: the loops of the model, if they were asked for; the network has them as one site each.
     """
 
     bayesnet: BayesNet
@@ -55,6 +58,7 @@ class Extraction(NamedTuple):
     hidden_randomness: frozenset[str]
     index_maps: dict[tuple[str, str], Tensor]
     map_plans: tuple[MapPlan, ...]
+    chains: Chains = NO_CHAINS
 
 
 def extract_bayesnet(
@@ -85,6 +89,7 @@ def extract(
     checks: int = 200,
     init: Callable[[dict], Tensor] | None = None,
     index_maps: Mapping[tuple[str, str], Tensor] | None = None,
+    lifted: bool = False,
 ) -> Extraction:
     """The Bayesian network of a model, and the run that it was read off.
 
@@ -99,6 +104,7 @@ def extract(
         init: site -> a constrained value, of latents that cannot be sampled; by default a draw in unconstrained space.
         index_maps: by pair (latent, site), the instance of the latent that each row of the site reads, integers
             ``(rows,)``. These pairs are not tested; other maps are found by intervention, within ``checks``.
+        lifted: whether the sites of a loop are to be one site, where provenance is sure of what they read.
 
     Raises:
         TypeError: an index map is not a tensor of integers.
@@ -109,12 +115,30 @@ def extract(
     kwargs = dict(kwargs or {})
     with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
         probe = Probe(Program(model, args, kwargs), init, tuple(observed), checks)
-        found = intervene(probe, claim(probe))
+        claims = claim(probe)
+        if lifted and (extraction := _lifted(probe, claims)) is not None:
+            return extraction
+        found = intervene(probe, claims)
         maps, plans, finished = search_maps(probe, found, index_maps or {})
     _warn(probe, found, finished)
     net = _network(probe, found, maps)
     hidden = frozenset(found.hidden)
     return Extraction(net, probe.trace, len(found.checked), found.escaped, hidden, maps, plans)
+
+
+def _lifted(probe: Probe, found: Dependencies) -> Extraction | None:
+    """Returns the network with loops as one site each; None if there is none, or values have left torch on the way."""
+    if found.escaped or found.hidden or len(probe.plates) > 1:
+        return None
+    sites: Mapping[str, Any] = probe.first.sites
+    chains = find_chains(sites, found.parents, probe.observed)
+    if not chains:
+        return None
+    try:
+        net = with_chains(_network(probe, found, ()), chains)
+    except ValueError:
+        return None
+    return Extraction(net, probe.trace, len(sites), found.escaped, frozenset(), {}, (), chains)
 
 
 def _network(

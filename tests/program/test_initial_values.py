@@ -15,7 +15,8 @@ from pyro_nami.program.program import Program
 def starts(model, *args):
     """Latent -> where it starts, with the same random numbers as `near_origin`."""
     pyro.set_rng_seed(0)
-    trace = likely_start(Program(model, args, {}), 0.1)
+    program = Program(model, args, {})
+    trace = likely_start(program, first_run(program, near_origin), 0.1)
     pyro.set_rng_seed(0)
     plain = first_run(Program(model, args, {}), near_origin)
     samples = {

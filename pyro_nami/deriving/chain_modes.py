@@ -1,0 +1,175 @@
+"""The states of a loop under data that are not Normal: about the mode, and the nearest Normal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from numpy.polynomial.hermite_e import hermegauss
+from torch import Tensor
+
+from pyro_nami.deriving.chain_states import Banded, ChainStates, band, parts_of, vector
+from pyro_nami.deriving.expansion import MAX_ERROR, MOST_RUNS, ROUNDING, Expansion, derivatives
+from pyro_nami.factors.wrappers import base_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # noqa: UP035  for Python 3.10
+
+__all__ = ["NEAREST_POINTS", "NearestStates", "StatesAboutMode"]
+
+# Points of each state, and rounds, by which the nearest Normal is found from the one about the mode: of 4,000 draws of
+# 400 volatilities 2,200 count then, 170 without; seven points and six rounds are as good.
+NEAREST_POINTS, NEAREST_ROUNDS = 3, 2
+# Share that a step to a mode is cut to where it led down; halves take twice as many runs, tenths waste good ones.
+SHORTER = 0.25
+
+
+class _Step(NamedTuple):
+    """A step of each batch of states, by a share of the way that their expansion says."""
+
+    start: Tensor
+    way: Tensor
+    total: Tensor  # log density at its start
+    length: Tensor  # the share; 0 where the mode is found
+
+
+class StatesAboutMode(ChainStates):
+    """The Normal about the mode of the states of a loop, with the curvature there.
+
+    Args:
+        group, leading, nesting, differentiable, away, given, at: as for `ChainStates`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._before: _Step | None = None  # that led here
+        self._is_last = False
+
+    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+        if self._is_last:
+            self.step(self.parts(sites, True))
+            return None
+        total = self._height(sites)
+        if (shorter := self._shortened(total)) is not None:
+            return self._reached(shorter)
+        value, parts = self.values[self.first], self.parts(sites, False)
+        way = self.step(parts)
+        if not bool(way.isfinite().all()):
+            way = self.step(parts._replace(bend=_positive(parts.bend)))
+        gain = self._of_sets((way * vector(parts.whole_slope(), value)).sum(-1)) / 2
+        going = gain > MAX_ERROR * torch.finfo(value.dtype).eps ** 0.5
+        if bool(going.any()) and self.runs < MOST_RUNS:
+            return self._reached(_Step(value.detach(), way, total, going.to(way)))
+        self.unfound = bool((gain > MAX_ERROR).any()) or not bool(gain.isfinite().all())
+        return self.after_search(sites)
+
+    def after_search(self, sites: Mapping[str, Any]) -> StatesAboutMode | None:
+        """Returns the expansion that follows when the mode is found: one with gradients, where there are to be some."""
+        if not self.moves(sites):
+            return None
+        value = self.values[self.first]
+        last = self.moved(value.detach() + self.step(self.parts(sites, True)).to(value))
+        last._is_last, last.unfound = True, self.unfound
+        return last
+
+    def _height(self, sites: Mapping[str, Any]) -> Tensor:
+        """Returns the joint log density in nats of each batch, plates summed."""
+        terms = [sites[self.first]["fn"].log_prob(self.values[self.first])]
+        terms += [self.density(sites, child) for child in self.group.children if child in sites]
+        total: Any = sum(self._of_sets(term.detach().double()) for term in terms)
+        return total
+
+    def _of_sets(self, term: Tensor) -> Tensor:
+        plates = list(range(-min(self.nesting, term.dim()), 0))
+        return term.sum(plates, keepdim=True) if plates else term
+
+    def _shortened(self, total: Tensor) -> _Step | None:
+        """Returns a shorter step, where the one that led here lost height."""
+        step = self._before
+        if step is None or self.runs >= MOST_RUNS:
+            return None
+        rounding = ROUNDING * torch.finfo(torch.float32).eps * step.total.abs()
+        over = ~(total >= step.total - rounding) & (step.length > 0)
+        if not bool(over.any()):
+            return None
+        return step._replace(length=torch.where(over, SHORTER * step.length, step.length))
+
+    def _reached(self, step: _Step) -> Self:
+        length = step.length.unsqueeze(-1)
+        value = torch.where(length > 0, step.start + length * step.way, step.start)
+        other = self.moved(value.to(step.start))
+        other._before = step
+        return other
+
+
+class NearestStates(StatesAboutMode):
+    """The Normal nearest to the posterior of states of which each datum reads one: that of least KL(q || p).
+
+    Its precision and mean are those about a mode, with the slopes and curvatures of the data averaged over itself.
+    Both averages follow from slopes at a few points of each state, as E[f''] = E[(z - mean) f'] / variance.
+
+    Args:
+        group, leading, nesting, differentiable, away, given, at: as for `ChainStates`.
+
+    References:
+        Opper and Archambeau 2009, The variational Gaussian approximation revisited.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._about: tuple[Tensor, Tensor] | None = None  # means and deviations to average over
+        self._rounds = 0
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        if self._about is None:
+            return super().start(name, prior, shape)
+        mean, deviation = self._about
+        points, _ = _hermite(mean)
+        points = points.reshape(-1, *(1,) * mean.dim())
+        return (mean + points * deviation).to(prior.mean).expand(shape)
+
+    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+        if self._about is None:
+            return super().solve(sites)
+        mean, deviation = self._about
+        is_last = self._rounds == NEAREST_ROUNDS
+        graph = is_last and self.moves(sites)
+        value, normal = self.values[self.first], base_of(sites[self.first]["fn"])
+        points, weights = (each.reshape(-1, *(1,) * mean.dim()) for each in _hermite(mean))
+        slope = self.take(sites, again=graph)[self.first].double()
+        with derivatives():
+            loc = (weights * normal.loc.expand(value.shape)).sum(0)
+            along = band(loc.to(value), value, (1, self._back), self._width, graph)
+            along = Banded(*(each.sum(0) for each in along))
+            average, bend = (weights * slope).sum(0), -(weights * points * slope).sum(0) / deviation
+            scale = normal.scale.expand(value.shape)[0].double()
+            parts = parts_of(average, bend, along, (mean - loc) / scale, scale, self._width)
+        self.step(parts if graph else parts.detached(), mean)
+        return None if is_last else self._spread()
+
+    def after_search(self, sites: Mapping[str, Any]) -> NearestStates:
+        return self._spread()
+
+    def _spread(self) -> NearestStates:
+        """Returns the next round, which averages over what was found."""
+        other = type(self)(*self._args, **self._kwargs)
+        mean, deviation = self.mean().detach().double(), self.deviations().detach().double()
+        other.runs, other.xi, other.unfound = self.runs + 1, self.xi, self.unfound
+        other._about, other._rounds = (mean, deviation), self._rounds + 1
+        other.count = NEAREST_POINTS
+        return other
+
+
+def _positive(bend: Banded) -> Banded:
+    """Returns blocks (t, t) with positive eigenvalues alone: steps are uphill then, where data are not concave."""
+    values, vectors = torch.linalg.eigh(bend.diagonal)
+    return Banded(
+        (vectors * values.clamp(min=0.0).unsqueeze(-2)) @ vectors.mT, torch.zeros_like(bend.lower)
+    )
+
+
+def _hermite(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns points and weights that average over a standard Normal (Gauss and Hermite)."""
+    points, weights = (torch.as_tensor(each).to(like) for each in hermegauss(NEAREST_POINTS))
+    return points, weights / weights.sum()

@@ -1,0 +1,384 @@
+"""The states of a loop given its data: a Normal vector with a banded precision.
+
+The children's log density is expanded to second order, and the priors' locations to first order,
+by derivatives of one run of the model along a few vectors. As states reach back over a few elements
+alone, each of these vectors tells a column of the band for many of them at once (Curtis, Powell and
+Reid 1974). The system is block-tridiagonal, and solved in log n steps.
+
+References:
+    Rue and Held 2005, Gaussian Markov Random Fields.
+    Curtis, Powell and Reid 1974, On the estimation of sparse Jacobian matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pyro_nami.deriving.block_tridiagonal import solved_blocks
+from pyro_nami.deriving.expansion import (
+    ROUNDING,
+    TOLERANCE,
+    Expansion,
+    derivatives,
+    irregular,
+    parameters_of,
+    solved,
+    squeezed,
+)
+from pyro_nami.factors.markov_normal import MarkovNormal
+from pyro_nami.factors.wrappers import base_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # noqa: UP035  for Python 3.10
+
+__all__ = [
+    "Banded",
+    "ChainStates",
+    "Parts",
+    "band",
+    "blocks",
+    "flaw_of_states",
+    "parts_of",
+    "vector",
+]
+
+# Where the log density is compared with its expansion, in deviations of the states; far, to see slow bends as well.
+PROBED_AT = (1.0, -3.0, 300.0)
+# The same where data may be bent: near enough for their slopes and curvatures to tell, to that share.
+NEARBY = 0.1
+# Times that exact states are expanded anew, from far away; see `joint_gaussian.MOST_CLOSER`.
+MOST_CLOSER = 3
+
+
+_NOT_GAUSSIAN = (
+    "the log density of the {} is not quadratic: it is off by {:.2g} nats {:g} deviations away"
+)
+
+
+class Banded(NamedTuple):
+    """A symmetric block-tridiagonal matrix: blocks (t, t), ``(*batch, n, m, m)``, and (t + 1, t)."""
+
+    diagonal: Tensor
+    lower: Tensor
+
+    def times(self, x: Tensor) -> Tensor:
+        """Returns its product with blocks ``(*batch, n, m)``."""
+        below = _times(self.lower, x[..., :-1, :])
+        above = _times(self.lower.mT, x[..., 1:, :])
+        return _times(self.diagonal, x) + pad(below, (0, 0, 1, 0)) + pad(above, (0, 0, 0, 1))
+
+
+class Parts(NamedTuple):
+    """The log density of the states and their data, to second order about the states' values, in double precision.
+
+    Attributes:
+        slope: of the children's log density, ``(*batch, n, m)``.
+        bend: minus its second derivatives.
+        whitened: of the prior, (I - J) / scale as blocks (t, t) and (t, t - 1), with J the slopes of locations.
+        error: (value - location) / scale.
+    """
+
+    slope: Tensor
+    bend: Banded
+    whitened: Banded
+    error: Tensor
+
+    def prior_precision(self) -> Banded:
+        """Returns the prior's precision."""
+        own, before = self.whitened
+        diagonal = own.mT @ own + pad(before.mT @ before, (0, 0, 0, 0, 0, 1))
+        return Banded(diagonal, own[..., 1:, :, :].mT @ before)
+
+    def precision(self) -> Banded:
+        """Returns the precision of the Normal with these second derivatives."""
+        prior = self.prior_precision()
+        return Banded(prior.diagonal + self.bend.diagonal, prior.lower + self.bend.lower)
+
+    def detached(self) -> Parts:
+        """Returns the same without gradients."""
+        bend, whitened = (
+            Banded(*(each.detach() for each in two)) for two in (self.bend, self.whitened)
+        )
+        return Parts(self.slope.detach(), bend, whitened, self.error.detach())
+
+    def whole_slope(self) -> Tensor:
+        """Returns the slope of the joint log density."""
+        own, before = self.whitened
+        back = _times(before.mT, self.error[..., 1:, :])
+        return self.slope - _times(own.mT, self.error) - pad(back, (0, 0, 0, 1))
+
+
+class _Linear(NamedTuple):
+    """The locations of the priors at some values, and their slopes there, which may hold elsewhere."""
+
+    at: Tensor
+    loc: Tensor
+    slopes: Banded
+
+    def slopes_at(self, value: Tensor, normal: Any) -> Banded | None:
+        """Returns the slopes, if locations at other values are as they say; else None."""
+        if self.loc.shape != normal.loc.shape or self.at.shape != value.shape:
+            return None
+        moved = blocks((value - self.at).detach().double(), self.slopes.diagonal.shape[-1])
+        told = _times(self.slopes.diagonal, moved)
+        told = told + pad(_times(self.slopes.lower, moved[..., :-1, :]), (0, 0, 1, 0))
+        off = (normal.loc.detach() - self.loc).double() - vector(told, value)
+        rounding = ROUNDING * torch.finfo(value.dtype).eps * (value.abs() + self.at.abs()).max()
+        return self.slopes if bool((off.abs() <= rounding).all()) else None
+
+
+class ChainStates(Expansion):
+    """The joint conditional of the states of a loop given all else, where it is Normal.
+
+    Args:
+        group: of one chain.
+        leading, nesting, differentiable, away, given: as for `Expansion`.
+        at: the states' values that an expansion begins at, by name; zeros by default.
+
+    Attributes:
+        unfound: whether no mode was found.
+    """
+
+    unfound = False
+
+    def __init__(
+        self, group: Any, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(group, *args, **kwargs)
+        self._args, self._kwargs = (group, *args), kwargs
+        self._at = dict(at or {})
+        self._width, self._back, self._span = group.band
+        self.runs = 1
+        self._linear: _Linear | None = None
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        at = self._at.get(name)
+        return prior.mean.expand(shape) if at is None else at.to(prior.mean).expand(shape)
+
+    def moved(self, value: Tensor) -> Self:
+        """Returns the expansion about other values of the states."""
+        other = type(self)(*self._args, **self._kwargs, at={self.first: value})
+        other.runs, other.xi, other._linear = self.runs + 1, self.xi, self._linear
+        return other
+
+    def parts(self, sites: Mapping[str, Any], graph: bool) -> Parts:
+        """Returns the expansion about the values of a run; graph: of which gradients may be taken."""
+        value, normal = self.values[self.first], base_of(sites[self.first]["fn"])
+        if normal.loc.shape[-1] != value.shape[-1]:
+            raise ValueError(
+                f"Expected '{self.first}' of {value.shape[-1]} elements, as at the guide's first call; got "
+                f"{normal.loc.shape[-1]}. The length of a loop is fixed by training; for data of another length make a "
+                "new guide."
+            )
+        slope = self.take(sites, again=True)[self.first]
+        width, reach = self._width, self._span - 1
+        with derivatives():
+            bend = band(slope, value, (-reach, reach), width, graph)
+            bend = Banded(-0.5 * (bend.diagonal + bend.diagonal.mT), -bend.lower)
+            along = None if graph or self._linear is None else self._linear.slopes_at(value, normal)
+            if along is None:
+                along = band(normal.loc, value, (1, self._back), width, graph)
+                slopes = Banded(*(each.detach() for each in along))
+                self._linear = _Linear(value.detach(), normal.loc.detach(), slopes)
+            scale = normal.scale.expand(value.shape).double()
+            error = (value - normal.loc).expand(value.shape).double() / scale
+            found = parts_of(slope.double(), bend, along, error, scale, width)
+        return found if graph else found.detached()
+
+    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+        value = self.values[self.first]
+        way = self.step(self.parts(sites, self.moves(sites)))
+        farthest = TOLERANCE / (ROUNDING * torch.finfo(value.dtype).eps)
+        deviations = (way.detach() / self.deviations().detach()).abs()
+        is_far = bool(((deviations > farthest) & (deviations < torch.inf)).any())
+        if is_far and self.runs <= MOST_CLOSER:
+            return self.moved((value + way).detach().to(value))
+        return None
+
+    def moves(self, sites: Mapping[str, Any]) -> bool:
+        """Whether there are gradients to anything but the states: to what was drawn before, or the model's weights."""
+        if not self.differentiable:
+            return False
+        found = [self.density(sites, child) for child in self.group.children if child in sites]
+        normal = base_of(sites[self.first]["fn"])
+        return bool(parameters_of(*found, normal.loc, normal.scale, but=self.values.values()))
+
+    def step(self, parts: Parts, at: Tensor | None = None) -> Tensor:
+        """Takes the Normal that an expansion is; returns the way to its mean from the values that it is about."""
+        at = self.values[self.first] if at is None else at
+        with derivatives():
+            found = solved_blocks(*parts.precision(), parts.whole_slope())
+        self.mean_blocks, self.inverse = blocks(at.double(), self._width) + found.x, found
+        return vector(found.x, at)
+
+    # ---- what was found
+
+    def conditional(
+        self, name: str, values: Mapping[str, Tensor], dims: int | None = None
+    ) -> MarkovNormal:
+        diagonal, lower = self.inverse.diagonal, self.inverse.lower
+        size, like = self.values[name].shape[-1], self.values[name].dtype
+        with derivatives():
+            if self._width == 1:
+                along = lower / diagonal[..., :-1, :, :]
+            else:
+                root = torch.linalg.cholesky_ex(diagonal[..., :-1, :, :])[0]
+                along = torch.cholesky_solve(lower.mT, root).mT
+            rest = diagonal[..., 1:, :, :] - along @ lower.mT
+            whole = torch.cat((diagonal[..., :1, :, :], rest), -3)
+            root = whole.sqrt() if self._width == 1 else torch.linalg.cholesky_ex(whole)[0]
+            along = pad(along, (0, 0, 0, 0, 1, 0))
+        return MarkovNormal(
+            squeezed(self.mean_blocks.to(like), dims, 2),
+            squeezed(along.to(like), dims, 3),
+            squeezed(root.to(like), dims, 3),
+            size,
+        )
+
+    def mean(self) -> Tensor:
+        """Returns the means, or modes, of the states."""
+        return vector(self.mean_blocks, self.values[self.first])
+
+    def deviations(self) -> Tensor:
+        """Returns the standard deviations of the states."""
+        variances = self.inverse.diagonal.diagonal(dim1=-2, dim2=-1)
+        return vector(variances, self.values[self.first]).sqrt()
+
+    def begin_next(self) -> dict[str, Tensor]:
+        """Returns where another search begins: at the first of a batch that was found, in all plates."""
+        value = self.mean().detach().to(self.values[self.first])
+        batch = value.dim() - 1 - self.nesting
+        if batch <= 0:
+            return {self.first: value} if bool(value.isfinite().all()) else {}
+        rows = value.flatten(0, batch - 1)
+        finite = rows.flatten(1).isfinite().all(1)
+        return {self.first: rows[int(finite.double().argmax())]} if bool(finite.any()) else {}
+
+
+def flaw_of_states(
+    make: Callable[..., ChainStates], run: Callable[[Any], Mapping[str, Any]]
+) -> str:
+    """Returns why the states of a loop are not as `ChainStates` takes them; "" if they are.
+
+    Args:
+        make: makes an expansion of the group.
+        run: makes a run of the model for one.
+    """
+    first = make()
+    here, sites = solved(first, run(first), run)
+    mean, deviations = here.mean().detach(), here.deviations().detach()
+    if not bool((mean + deviations).isfinite().all()) or here.unfound:
+        return "no mode of the states was found"
+    parts = here.parts(sites, False)
+    before = _heights(here, sites)
+    at = here.values[here.first].detach()
+    is_exact = here.group.is_exact
+    for place in PROBED_AT if is_exact else (NEARBY, *PROBED_AT):
+        offset = place * deviations * irregular(deviations.shape, deviations, 1)
+        other = make(given={here.first: (mean + offset).to(at)})
+        heights = _heights(other, run(other))
+        moved = blocks((other.values[here.first].detach() - at).double(), here._width)
+        told = [
+            [(parts.slope * moved).sum(), -(moved * parts.bend.times(moved)).sum() / 2],
+            [
+                ((parts.whole_slope() - parts.slope) * moved).sum(),
+                -(moved * parts.prior_precision().times(moved)).sum() / 2,
+            ],
+        ]
+        for what, now, then, terms in zip(("data", "states"), heights, before, told):
+            if what == "data" and not is_exact and place != NEARBY:
+                continue  # about a mode they may be bent
+            off = float((now - then - sum(terms)).abs())
+            size = float(sum(term.abs() for term in terms))
+            rounding = ROUNDING * torch.finfo(at.dtype).eps * float(then.abs() + size)
+            share = NEARBY if place == NEARBY else TOLERANCE
+            if not off <= share * size + rounding + TOLERANCE**2 * float(then.abs()):
+                return _NOT_GAUSSIAN.format(what, off, place)
+    return ""
+
+
+def _heights(states: ChainStates, sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns the log densities of the children and of the states' prior, in nats."""
+    children = [states.density(sites, name) for name in states.group.children if name in sites]
+    prior = sites[states.first]["fn"].log_prob(states.values[states.first])
+    data: Any = sum(child.detach().double().sum() for child in children)
+    return data, prior.detach().double().sum()
+
+
+def parts_of(
+    slope: Tensor, bend: Tensor | Banded, along: Banded, error: Tensor, scale: Tensor, width: int
+) -> Parts:
+    """Returns the parts of an expansion, in blocks, given those of vectors; of ``bend`` a vector is a diagonal."""
+    if isinstance(bend, Tensor):
+        diagonal = blocks(bend, width).diag_embed()
+        bend = Banded(diagonal, torch.zeros_like(diagonal[..., 1:, :, :]))
+    rows = blocks(scale, width, 1.0)
+    eye = torch.eye(width, dtype=torch.float64, device=slope.device)
+    own = (eye - along.diagonal) / rows.unsqueeze(-1)
+    before = -along.lower / rows[..., 1:, :].unsqueeze(-1)
+    return Parts(blocks(slope, width), bend, Banded(own, before), blocks(error, width))
+
+
+def _derivative(of: Tensor, by: Tensor, unit: Tensor, graph: bool) -> Tensor:
+    if not of.requires_grad:
+        return torch.zeros_like(by)
+    # as a single number, since a traced tensor's shape is none that autograd can compare
+    (found,) = torch.autograd.grad(
+        (of * unit).sum(),
+        by,
+        retain_graph=True,
+        create_graph=graph,
+        materialize_grads=True,
+    )
+    return found
+
+
+def blocks(value: Tensor, width: int, filled: float = 0.0) -> Tensor:
+    """Returns vectors ``(*batch, size)`` in blocks ``(*batch, n, width)``, filled up at the end."""
+    missing = -value.shape[-1] % width
+    return pad(value, (0, missing), value=filled).unflatten(-1, (-1, width))
+
+
+def vector(blocks: Tensor, like: Tensor) -> Tensor:
+    return blocks.flatten(-2)[..., : like.shape[-1]]
+
+
+def band(of: Tensor, by: Tensor, ends: tuple[int, int], width: int, graph: bool) -> Banded:
+    """Returns derivatives of elements t of a vector by elements s of another one as blocks.
+
+    Args:
+        of, by: vectors ``(*batch, size)``.
+        ends: the least and the largest t - s where one is not zero. Elements that are further apart from each other
+            have a derivative in common, and are told from it by s.
+        width: of the blocks.
+        graph: whether gradients of them may be taken.
+    """
+    low, high = ends
+    colours, size = high - low + 1, by.shape[-1]
+    each = torch.arange(size, device=by.device)
+    columns = torch.stack(
+        [
+            _derivative(of, by, (each % colours == colour).to(by), graph)
+            for colour in range(colours)
+        ],
+        -1,
+    )
+    flat, count = columns.double().flatten(-2), -(-size // width)
+    place = torch.arange(count * width, device=by.device).reshape(count, width)
+
+    def entries(rows: Tensor, cols: Tensor) -> Tensor:
+        t, s = rows.unsqueeze(-1), cols.unsqueeze(-2)
+        known = (t < size) & (s < size) & (t - s >= low) & (t - s <= high)
+        index = (s.clamp(max=size - 1) * colours + t % colours).expand(known.shape)
+        return torch.where(known, flat[..., index], 0.0)
+
+    return Banded(entries(place, place), entries(place[1:], place[:-1]))
+
+
+def _times(matrix: Tensor, x: Tensor) -> Tensor:
+    return (matrix @ x.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,127 @@
+"""The discrete states of a loop given its data, by backward messages (a hidden Markov model).
+
+One run of the model, with all states at value k along a dim of its own, gives the probabilities of
+the next states after k, and of the data at k.
+
+References:
+    Rabiner 1989, A tutorial on hidden Markov models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_nami.deriving.enumeration import without_score
+from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion, derivatives, squeezed
+from pyro_nami.factors.markov_categorical import MarkovCategorical
+from pyro_nami.factors.wrappers import base_of, innermost
+
+__all__ = ["DiscreteStates", "flaw_of_discrete"]
+
+
+class DiscreteStates(Expansion):
+    """The joint conditional of the states of a loop with K values each, of which a datum reads one.
+
+    Args:
+        group: of one chain; its ``elements`` are the number of values.
+        leading, nesting, differentiable, given: as for `Expansion`; given values are no points of all values.
+    """
+
+    def __init__(self, group: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(group, *args, **kwargs)
+        self.count = None if self._given else group.elements[0]
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        count = self.group.elements[0]
+        values = torch.arange(count, device=prior.mean.device).to(prior.mean)
+        return values.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape)
+
+    def choose(self, name: str, prior: Any) -> Tensor:
+        return super().choose(name, prior).detach()
+
+    def tables(self, sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Returns log-probabilities of states after each value, ``(*batch, T, K, K)``, and of data, ``(*batch, T, K)``.
+
+        Before the first state there is none: its rows are all the same.
+        """
+        base = base_of(sites[self.first]["fn"])
+        logits = base.logits.double()
+        if isinstance(base, dist.Bernoulli):
+            logits = torch.stack((torch.zeros_like(logits), logits), -1)
+        logits = logits.log_softmax(-1)
+        value = self.values[self.first]
+        after = logits.expand(value.shape + logits.shape[-1:]).movedim(0, -2)
+        data = torch.zeros(value.shape, dtype=torch.float64, device=value.device)
+        for name in filter(sites.__contains__, self.group.children):
+            site = sites[name]
+            each = self.weighted(base_of(site["fn"]).log_prob(site["value"]).double(), sites, name)
+            places = torch.tensor(site["part"].reads, device=value.device)
+            data = data.index_add(-1, places, each.expand(data.shape[:-1] + each.shape[-1:]))
+        return after, data.movedim(0, -1)
+
+    def solve(self, sites: Mapping[str, Any]) -> None:
+        with derivatives():
+            after, data = self.tables(sites)
+            steps = (after + data.unsqueeze(-2)).unbind(-3)
+            message, found = torch.zeros_like(steps[0][..., 0, :]), []
+            for step in reversed(steps):
+                whole = step + message.unsqueeze(-2)
+                message = whole.logsumexp(-1)
+                found.append(whole - message.unsqueeze(-1))
+            first, *rest = reversed(found)
+            self._first, self._logits = first[..., 0, :], torch.stack(rest, -3)
+        if not self.differentiable:
+            self._first, self._logits = self._first.detach(), self._logits.detach()
+
+    def conditional(
+        self, name: str, values: Mapping[str, Tensor], dims: int | None = None
+    ) -> MarkovCategorical:
+        base = innermost(self._sites_fn)
+        first, logits = squeezed(self._first, dims, 1), squeezed(self._logits, dims, 3)
+        own = self.values[name]
+        like = torch.get_default_dtype()
+        values_of = torch.arange(first.shape[-1], device=own.device).to(own)
+        return MarkovCategorical(first.to(like), logits.to(like), values_of, without_score(base))
+
+    def sites(self, run: Any, known: Any, points: Any = None) -> Mapping[str, Any]:
+        sites = super().sites(run, known, points)
+        if self.first in sites:
+            self._sites_fn = sites[self.first]["fn"]
+        return sites
+
+
+def flaw_of_discrete(
+    make: Callable[..., DiscreteStates], run: Callable[[Any], Mapping[str, Any]]
+) -> str:
+    """Returns why the states of a loop are not as `DiscreteStates` takes them; "" if they are; see `flaw_of_states`."""
+    here = make()
+    sites = run(here)
+    after, data = (each.detach() for each in here.tables(sites))
+    here.solve(sites)
+    if not bool(here._first.logsumexp(-1).isfinite().all()):
+        return "the data have no probability at any state"
+    *batch, size, count = data.shape
+    steps = torch.arange(size, device=data.device)
+    for turn in (1, 2):
+        which = ((steps * (steps + turn)) // 2 + steps // 3) % count
+        value = which.to(here.values[here.first]).expand(*batch, size)
+        other = make(given={here.first: value})
+        other_sites = run(other)
+        before = torch.cat((which[:1], which[:-1]))
+        told = after[..., steps, before, which].sum() + data[..., steps, which].sum()
+        prior = other_sites[here.first]["fn"].log_prob(other.values[here.first]).double().sum()
+        densities = (
+            other.density(other_sites, name).double().sum()
+            for name in here.group.children
+            if name in other_sites
+        )
+        now = sum(densities, prior)
+        rounding = ROUNDING * torch.finfo(torch.float32).eps * (1 + now.abs())
+        if not bool((now - told).abs() <= TOLERANCE + rounding) and not bool(now == told):
+            return f"the log density of the states does not add up: it is off by {float((now - told).abs()):.2g} nats"
+    return ""

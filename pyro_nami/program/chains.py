@@ -1,0 +1,283 @@
+"""`Chains`: the sites of a loop, held as one site each: `z_0`, `z_1`, ... as `z[time]`.
+
+A model is run as it is. Outside of its runs a chain of states is one vector, and the data of its
+steps are one tensor, so that nothing there has a size that grows with the number of sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import compress
+from typing import Any, NamedTuple
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from torch import Tensor
+from torch.distributions import Independent
+
+from pyro_nami.factors.completed import constraints_of_parameters
+from pyro_nami.factors.wrappers import base_of, innermost
+from pyro_nami.program.distribution_parts import arguments_of
+from pyro_nami.program.runner import Runner
+
+__all__ = ["NO_CHAINS", "Chain", "Chains"]
+
+
+class Chain(NamedTuple):
+    """Sites of a loop that are held as one.
+
+    Attributes:
+        name: of the whole.
+        sites: in program order.
+        events: event shape of each.
+        is_observed: whether they are data; else they are states, whose elements lie one behind the other in a vector.
+        width: of states, the elements of a block, such that a block depends on the ones before and after it alone,
+            and each site lies in one block.
+        back: how many elements before it the prior of a state reads, at most.
+        span: among how many elements in a row those lie that an observed site reads.
+        values: the number of values of a discrete state; 0 for Normal ones.
+        reads: of each observed site, the first element of the states that it reads.
+    """
+
+    name: str
+    sites: tuple[str, ...]
+    events: tuple[torch.Size, ...]
+    is_observed: bool
+    width: int = 1
+    back: int = 1
+    span: int = 1
+    values: int = 0
+    reads: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return sum(event.numel() for event in self.events)
+
+    def within(self, names: Collection[str]) -> Chain:
+        """Returns the part of the chain that some sites are."""
+        kept = [name in names for name in self.sites]
+        if all(kept):
+            return self
+        return self._replace(
+            sites=tuple(compress(self.sites, kept)),
+            events=tuple(compress(self.events, kept)),
+            reads=tuple(compress(self.reads, kept)),
+        )
+
+    def split(self, value: Tensor) -> tuple[Tensor, ...]:
+        """Returns the values of the sites, given the value of the whole."""
+        if self.is_observed:
+            return value.unbind(-1 - len(self.events[0]))
+        if not any(self.events):
+            return value.unbind(-1)
+        parts = value.split([event.numel() for event in self.events], -1)
+        return tuple(
+            part.reshape(part.shape[:-1] + event) for part, event in zip(parts, self.events)
+        )
+
+    def joined(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns the value of the whole, given those of the sites."""
+        if self.is_observed:
+            return _stacked(values, len(self.events[0]))
+        if not any(self.events):
+            return _stacked(values, 0)
+        parts = [
+            value.reshape(value.shape[: value.dim() - len(event)] + (-1,))
+            for value, event in zip(values, self.events)
+        ]
+        return _concatenated(parts)
+
+    def message(self, sites: Sequence[Any]) -> dict[str, Any]:
+        """Returns the message of the whole, given those of the sites in a run."""
+        first, events = sites[0], self.events
+        fns = [site["fn"] for site in sites]
+        if self.is_observed or self.values:
+            fn = _stacked_distributions(fns, 0)
+            if any(site["mask"] is not None for site in sites):
+                masks = [torch.as_tensor(True if s["mask"] is None else s["mask"]) for s in sites]
+                fn = fn.mask(_stacked(masks, 0))
+            fn = fn.to_event(1)
+        else:
+            bases: list[Any] = list(map(innermost, fns))
+            if any(events):
+                loc, scale = (
+                    _concatenated([_flat(getattr(f, key), e) for f, e in zip(bases, events)])
+                    for key in ("loc", "scale")
+                )
+            else:
+                loc = _stacked([base.loc for base in bases], 0)
+                scale = _stacked([base.scale for base in bases], 0)
+            fn = dist.Normal(loc, scale, validate_args=False).to_event(1)
+        values = [site["value"] for site in sites]
+        value = self.joined(values)
+        return {**first, "name": self.name, "fn": fn, "value": value, "mask": None, "part": self}
+
+
+class Chains(NamedTuple):
+    """The chains of a model; none by default.
+
+    Example:
+        >>> import pyro
+        >>> def model(y):
+        ...     z = torch.zeros(())
+        ...     for t in range(len(y)):
+        ...         z = pyro.sample(f"z_{t}", dist.Normal(z, 1.0))
+        >>> names = tuple(f"z_{t}" for t in range(3))
+        >>> chains = Chains((Chain("z[time]", names, (torch.Size(),) * 3, False, 1),))
+        >>> sites = chains.run(Runner({"z[time]": torch.arange(3.0)}), model, (range(3),), {})
+        >>> list(sites), innermost(sites["z[time]"]["fn"]).loc
+        (['z[time]'], tensor([0., 0., 1.]))
+    """
+
+    chains: tuple[Chain, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.chains)
+
+    @property
+    def states(self) -> dict[str, Chain]:
+        """Name -> chain of latents."""
+        return {chain.name: chain for chain in self.chains if not chain.is_observed}
+
+    def names_of(self, names: Iterable[str]) -> list[str]:
+        """Returns the sites that some names stand for."""
+        whole = {chain.name: chain.sites for chain in self.chains}
+        return [site for name in names for site in whole.get(name, (name,))]
+
+    def split(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns values by site, given those of chains as a whole; functions of a prior become those of the sites'."""
+        found = dict(values)
+        for chain in self.chains:
+            if chain.name in found:
+                value = found.pop(chain.name)
+                parts: Sequence[Any] = (
+                    _Lazy(chain, value).parts() if callable(value) else chain.split(value)
+                )
+                found.update(zip(chain.sites, parts))
+        return found
+
+    def joined(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns values with chains as a whole, where all of their sites have one."""
+        found = dict(values)
+        for chain in self.chains:
+            if found.keys() >= set(chain.sites):
+                found[chain.name] = chain.joined([found.pop(site) for site in chain.sites])
+        return found
+
+    def messages(self, sites: Mapping[str, Any], is_whole: bool = True) -> dict[str, Any]:
+        """Returns the sites of a run with chains as one site each, in the places of their first sites.
+
+        Args:
+            sites: of the run.
+            is_whole: whether the run came to its end, so that a chain may be shorter; else one that is cut is left out.
+        """
+        of = {site: chain for chain in self.chains for site in chain.sites}
+        found: dict[str, Any] = {}
+        for name, site in sites.items():
+            chain = of.get(name)
+            if chain is None:
+                found[name] = site
+            elif chain.name not in found and (is_whole or sites.keys() >= set(chain.sites)):
+                part = chain.within(sites.keys())
+                found[chain.name] = part.message([sites[each] for each in part.sites])
+        return found
+
+    def run(
+        self, runner: Runner, model: Callable, args: tuple, kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Runs a model, with values of chains as a whole and to the ends of chains; returns its sites likewise."""
+        runner.values = self.split(runner.values)
+        if runner.until is not None:
+            runner.until = self.names_of(list(runner.until))
+            runner.restart()
+        is_whole = runner.until is None
+        return self.messages(runner.run(model, args, kwargs), is_whole)
+
+
+NO_CHAINS = Chains()
+
+
+class _Lazy:
+    """Values of the sites of a chain, where a function of a prior makes that of the whole: once, at the first site."""
+
+    def __init__(self, chain: Chain, make: Callable[[Any], Tensor]) -> None:
+        self._chain, self._make = chain, make
+
+    def parts(self) -> list[Callable[[Any], Tensor]]:
+        return [partial(self._part, i) for i in range(len(self._chain.sites))]
+
+    def _part(self, i: int, fn: Any) -> Tensor:
+        if i == 0:
+            base: Any = innermost(fn)
+            like = base.enumerate_support(expand=False) if self._chain.values else base.loc
+            zeros = like.new_zeros((*fn.batch_shape, self._chain.size))
+            # of the prior only the shape is known yet
+            whole = dist.Delta(zeros).to_event(1)
+            self._values = self._chain.split(self._make(whole))
+        return self._values[i]
+
+
+def _flat(part: Tensor, event: torch.Size) -> Tensor:
+    """Returns a Normal's parameter with its event as a vector."""
+    if not event:
+        return part.unsqueeze(-1)
+    shape = part.shape[: max(0, part.dim() - len(event))]
+    return part.expand(shape + event).reshape((*shape, -1))
+
+
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Returns vectors as one, each repeated along the batch dims of the others."""
+    batches = {part.shape[:-1] for part in parts}
+    if len(batches) > 1:
+        batch = torch.broadcast_shapes(*batches)
+        parts = [part.expand(batch + part.shape[-1:]) for part in parts]
+    return torch.cat(list(parts), -1)
+
+
+def _stacked(parts: Sequence[Tensor], right: int) -> Tensor:
+    """Returns tensors as one, with a dim to the left of some dims on the right."""
+    shapes = {part.shape for part in parts}
+    if len(shapes) > 1:
+        shape = torch.broadcast_shapes(*shapes)
+        parts = [part.expand(shape) for part in parts]
+    return torch.stack(list(parts), -1 - right)
+
+
+def _stacked_distributions(fns: Sequence[Any], right: int) -> Any:
+    """Returns distributions of one type as one, with a batch dim to the left of some on the right.
+
+    Raises:
+        NotImplementedError: one of them is of another type, or does not keep what it was made with.
+    """
+    first = fns[0]
+    if any(type(fn) is not type(first) for fn in fns):
+        raise NotImplementedError
+    base = base_of(first)
+    if isinstance(first, Independent):
+        dims = first.reinterpreted_batch_ndims
+        return _stacked_distributions([base_of(fn) for fn in fns], right + dims).to_event(dims)
+    if isinstance(first, MaskedDistribution):
+        masks = [torch.as_tensor(fn._mask) for fn in fns]
+        return _stacked_distributions([base_of(fn) for fn in fns], right).mask(
+            _stacked(masks, right)
+        )
+    if isinstance(first, ExpandedDistribution) or base is not None:
+        raise NotImplementedError
+    options: dict[str, Any] = {}
+    constraints = constraints_of_parameters(first)
+    for name, value in arguments_of(first).items():
+        if isinstance(value, Tensor):
+            own = right + (constraints[name].event_dim if name in constraints else 0)
+            each = [vars(fn)[name] if name in vars(fn) else getattr(fn, name) for fn in fns]
+            idle = max(own, *(part.dim() for part in each))
+            if any(part.dim() < idle for part in each):
+                each = [part.reshape((1,) * (idle - part.dim()) + part.shape) for part in each]
+            options[name] = _stacked(each, own)
+        elif any(getattr(fn, name, value) != value for fn in fns):
+            raise NotImplementedError
+        else:
+            options[name] = value
+    return type(first)(**options, validate_args=False)

@@ -1,0 +1,239 @@
+"""`find_chains`: the loops of a model whose sites repeat, by their names and by what provenance says they read.
+
+Sites whose names differ in their last number are a family: ``z_0``, ``z_1``, ... The families of
+states that are Normal, or discrete with a few values, are one chain; each family of data is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import pyro.distributions as dist
+import torch
+from pyro.poutine.util import site_is_factor
+
+from pyro_nami.factors.wrappers import innermost
+from pyro_nami.graph.network import BayesNet
+from pyro_nami.graph.sites import Site
+from pyro_nami.program.chains import NO_CHAINS, Chain, Chains
+from pyro_nami.program.plate_dims import frames_of
+from pyro_nami.program.site_values import num_values
+
+__all__ = ["find_chains", "has_loop", "with_chains"]
+
+# Steps of a loop from which its sites are held as one; ten times more leave loops of a dozen steps to forms that take
+# 10 s, with fewer there is nothing to save.
+SHORTEST = 8
+# Elements of a block of states, as a season of a month by the day takes; the cost grows with its cube.
+MOST_WIDTH = 32
+
+Sites = Mapping[str, Any]
+Parents = Mapping[str, Set[str]]
+
+
+def has_loop(sites: Sites) -> bool:
+    """Whether latents of a run look like the steps of a loop, by their names and distributions."""
+    return bool(_families([name for name, site in sites.items() if _is_state(site)]))
+
+
+def find_chains(sites: Sites, parents: Parents, observed: Collection[str]) -> Chains:
+    """Returns the loop of a model: its states as one chain, and each family of data as one; none if there is none.
+
+    Args:
+        sites: of a run of the model, in program order.
+        parents: site -> the earlier sites that it reads.
+        observed: the sites with data.
+    """
+    latents = [name for name in sites if name not in observed]
+    families = _families([name for name in latents if _is_state(sites[name])])
+    # others, such as coefficients that all data read, may be parents of states
+    linked = {key: names for key, names in families.items() if _is_linked(names, parents)}
+    for chosen in (families, linked):
+        members = [name for name in latents if any(name in names for names in chosen.values())]
+        others = [name for name in latents if name not in members]
+        if any(not parents[name].isdisjoint(members) for name in others):
+            continue
+        if found := _chains_of(chosen, members, sites, parents, observed):
+            return found
+    return NO_CHAINS
+
+
+def _chains_of(
+    families: Mapping[str, Sequence[str]],
+    members: Sequence[str],
+    sites: Sites,
+    parents: Parents,
+    observed: Collection[str],
+) -> Chains:
+    """Returns states of some families as one chain, and each family of data; none if they cannot be held so."""
+    counts = {num_values(sites[name]["fn"]) or 0 for name in members}
+    if len(counts) != 1 or not _is_uniform([sites[name] for name in members]):
+        return NO_CHAINS
+    places = _Places.of(members, sites)
+    stems = dict.fromkeys(map(_stem, families))
+    states = _states(f"{','.join(stems)}[time]", places, sites, parents, counts.pop())
+    if states is None:
+        return NO_CHAINS
+    data = list(_data(places, sites, parents, observed))
+    names = [states.name, *(chain.name for chain in data)]
+    loose = set(observed).difference(*(chain.sites for chain in data))
+    reads_loose = any(not places.ranges.keys().isdisjoint(parents[name]) for name in loose)
+    if states.values and (reads_loose or any(min(chain.reads) < 0 for chain in data)):
+        return NO_CHAINS
+    if len(set(names)) < len(names) or not sites.keys().isdisjoint(names):
+        return NO_CHAINS
+    return Chains((states, *data))
+
+
+def _is_linked(names: Sequence[str], parents: Parents) -> bool:
+    """Whether a site of a family reads another one of it."""
+    return any(not parents[name].isdisjoint(names) for name in names)
+
+
+class _Places(NamedTuple):
+    """The elements of a vector of states that sites stand for, in program order, and the sites' event shapes."""
+
+    ranges: dict[str, range]
+    events: tuple[torch.Size, ...]
+
+    @classmethod
+    def of(cls, members: Sequence[str], sites: Sites) -> _Places:
+        ranges, end, events = dict[str, range](), 0, []
+        for name in members:
+            events.append(sites[name]["fn"].event_shape)
+            ranges[name] = range(end, end + events[-1].numel())
+            end = ranges[name].stop
+        return cls(ranges, tuple(events))
+
+    def read_by(self, name: str, parents: Parents) -> list[range]:
+        """Returns the elements that a site reads, by site."""
+        return [self.ranges[each] for each in parents[name] if each in self.ranges]
+
+
+def _states(
+    name: str, places: _Places, sites: Sites, parents: Parents, values: int
+) -> Chain | None:
+    """Returns the states as a chain; None if they are not linked, or reach back too far."""
+    back, span = 0, 1
+    for site in sites:
+        read = places.read_by(site, parents)
+        if not read:
+            continue
+        first = min(place.start for place in read)
+        if site in places.ranges:
+            back = max(back, places.ranges[site].stop - 1 - first)
+        else:
+            span = max(span, max(place.stop for place in read) - first)
+    ranges = places.ranges.values()
+    width = max(back, span - 1, *map(len, ranges))
+    while any(place.start // width < (place.stop - 1) // width for place in ranges):
+        width += 1  # such that no site lies in two blocks
+    is_wide = width > MOST_WIDTH or any(len(event) > 1 for event in places.events)
+    if not back or is_wide or values and (back > 1 or span > 1):
+        return None
+    return Chain(name, tuple(places.ranges), places.events, False, width, back, span, values)
+
+
+def _data(
+    places: _Places, sites: Sites, parents: Parents, observed: Collection[str]
+) -> Iterator[Chain]:
+    """Yields each family of data that can be held as one."""
+    data = [name for name in sites if name in observed and not site_is_factor(sites[name])]
+    for key, names in _families(data, 1).items():
+        events = tuple(sites[name]["fn"].event_shape for name in names)
+        starts = [[place.start for place in places.read_by(name, parents)] for name in names]
+        reads = tuple(min(each, default=-1) for each in starts)
+        chain = Chain(f"{_stem(key)}[time]", tuple(names), events, True, reads=reads)
+        each = [sites[name] for name in names]
+        if len(set(events)) == 1 and _is_uniform(each) and _can_be_stacked(chain, each):
+            yield chain
+
+
+def with_chains(net: BayesNet, chains: Chains) -> BayesNet:
+    """Returns the network with chains as one site each.
+
+    Edges within a chain are left out, and those from data to states of later steps: given data are constants there.
+
+    Raises:
+        ValueError: a site is read before its chain ends, by one that its chain depends on.
+    """
+    of: dict[Any, str] = {site: chain.name for chain in chains.chains for site in chain.sites}
+    sites: dict[Any, Site] = {}
+    for name, site in net.sites.items():
+        whole = of.get(name, name)
+        if whole not in sites:
+            support = frozenset(of.get(parent, parent) for parent in site.support_parents)
+            sites[whole] = Site(
+                whole,
+                site.plates,
+                observed=site.observed,
+                support_parents=support - {whole},
+                marginalized=site.marginalized,
+            )
+    rank = {name: i for i, name in enumerate(sites)}
+    edges = dict.fromkeys((of.get(u, u), of.get(v, v)) for u, v in net.edges)
+    between = [(u, v) for u, v in edges if u != v]
+    forward = []
+    for u, v in between:
+        if rank[u] < rank[v]:
+            forward.append((u, v))
+        elif not sites[u].observed:
+            raise ValueError(f"Expected '{u}' to end before '{v}' reads it.")
+    return BayesNet(sites, forward, net.plate_sizes, net.nesting)
+
+
+def _is_state(site: Mapping[str, Any]) -> bool:
+    """Whether a site may be a state of a loop: Normal, or discrete with few values, and drawn by guides."""
+    if site["type"] != "sample" or site["is_observed"] or site["mask"] is not None:
+        return False
+    if (site["infer"] or {}).get("enumerate") == "parallel":
+        return False
+    is_counted = num_values(site["fn"]) is not None and not site["fn"].event_shape
+    return is_counted or type(innermost(site["fn"])) is dist.Normal
+
+
+def _families(names: Sequence[str], fewest: int = SHORTEST) -> dict[str, list[str]]:
+    """Returns names that differ in their last number, by what they share, if there are enough of them."""
+    found = defaultdict(list)
+    for name in names:
+        key = re.sub(r"\d+(?=\D*$)", "#", name)
+        if key != name:
+            found[key].append(name)
+    return {key: family for key, family in found.items() if len(family) >= fewest}
+
+
+def _stem(key: str) -> str:
+    return re.sub(r"[_\-.]*#[_\-.]*", "", key) or "state"
+
+
+def _is_uniform(sites: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether sites are in the same vectorized plates, of one scale, and in no sequential plate."""
+    frames, scale = frames_of(sites[0]), torch.as_tensor(sites[0]["scale"])
+    return all(
+        frames_of(site) == frames
+        and len(site["cond_indep_stack"]) == len(frames)
+        and bool((torch.as_tensor(site["scale"]) == scale).all())
+        for site in sites
+    )
+
+
+def _can_be_stacked(chain: Chain, sites: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether data of several steps have the log density that they have step by step."""
+    try:
+        whole = chain.message(sites)
+        apart = [
+            torch.where(
+                torch.as_tensor(True if site["mask"] is None else site["mask"]),
+                site["fn"].log_prob(site["value"]),
+                0.0,
+            )
+            for site in sites
+        ]
+        together = whole["fn"].log_prob(whole["value"])
+        total = torch.stack(torch.broadcast_tensors(*apart)).sum(0)
+        return bool(torch.isclose(together, total, rtol=1e-3, atol=1e-3).all())
+    except (NotImplementedError, RuntimeError, ValueError, TypeError):
+        return False

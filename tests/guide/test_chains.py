@@ -1,0 +1,425 @@
+"""Loops as chains: states against dense algebra, the Kalman filter and the forward algorithm; use after training."""
+
+import copy
+import math
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Importance, JitTrace_ELBO, Predictive, Trace_ELBO
+from pyro.optim import Adam
+
+from pyro_nami import AutoNaMIGuide
+
+STEPS = 14
+
+
+def walk(y, link=lambda z: dist.Normal(z, 0.7)):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 0.5))
+        pyro.sample(f"y_{t}", link(z), obs=y[t])
+
+
+def marked(y):
+    z = torch.zeros(())
+    for t in pyro.markov(range(STEPS)):
+        z = pyro.sample(f"z{t}", dist.Normal(z, 0.5))
+        pyro.sample(f"y{t}", dist.Normal(z, 0.7), obs=y[t])
+
+
+def trend(y):
+    level, slope = torch.zeros(()), torch.zeros(())
+    for t in range(STEPS):
+        level = pyro.sample(f"level_{t}", dist.Normal(level + slope, 0.5))
+        slope = pyro.sample(f"slope_{t}", dist.Normal(slope, 0.1))
+        pyro.sample(f"y_{t}", dist.Normal(level, 0.7), obs=y[t])
+
+
+def gaps(y):
+    z = torch.zeros(())
+    for t in range(STEPS):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, 0.5))
+        if t % 3:
+            pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
+
+
+def masked(y):
+    z = torch.zeros(())
+    for t in range(STEPS):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, 0.5))
+        with poutine.mask(mask=torch.tensor(t % 3 > 0)):
+            pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
+
+
+def season(y):
+    effects = []
+    for t in range(STEPS):
+        loc = -sum(effects[-3:]) if t >= 3 else torch.zeros(())
+        effects.append(pyro.sample(f"s_{t}", dist.Normal(loc, 0.3 if t >= 3 else 2.0)))
+        pyro.sample(f"y_{t}", dist.Normal(effects[-1], 0.7), obs=y[t])
+
+
+def correlated_errors(y):
+    z, before = torch.zeros(()), torch.zeros(())
+    for t in range(STEPS):
+        now = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(now + 0.5 * (before - z), 0.7), obs=y[t])
+        z, before = now, y[t]
+
+
+def vector(y):
+    z, step = torch.zeros(2), torch.tensor([[1.0, 1.0], [0.0, 0.9]])
+    for t in range(STEPS):
+        loc = (step @ z.unsqueeze(-1)).squeeze(-1)
+        z = pyro.sample(f"z_{t}", dist.Normal(loc, torch.tensor([0.5, 0.2])).to_event(1))
+        pyro.sample(f"y_{t}", dist.Normal(z[..., 0], 0.7), obs=y[t])
+
+
+def vector_data(y):
+    z, cov = torch.zeros(2), torch.tensor([[1.0, 0.5], [0.5, 1.0]])
+    for t in range(STEPS):
+        z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 0.5).to_event(1))
+        pyro.sample(f"y_{t}", dist.MultivariateNormal(z, cov), obs=torch.stack((y[t], -y[t])))
+
+
+def several_series(y):
+    with pyro.plate("series", 3):
+        z = torch.zeros(3)
+        for t in range(STEPS):
+            z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 0.5))
+            pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t] + torch.arange(3.0))
+
+
+def several_data(y):
+    z = torch.zeros(())
+    for t in range(STEPS):
+        z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
+        pyro.sample(f"w_{t}", dist.Normal(2 * z, 1.7), obs=y[t] + 1)
+    pyro.sample("last", dist.Normal(z, 0.1), obs=torch.tensor(1.0))
+
+
+def sums(y):
+    z, total = torch.zeros(()), 0.0
+    for t in range(STEPS):
+        z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 0.5))
+        total = total + z
+        pyro.sample(f"y_{t}", dist.Normal(total, 0.7), obs=y[t])
+
+
+def reads_data(y):
+    z, before = torch.zeros(()), torch.zeros(())
+    for t in range(STEPS):
+        z = pyro.sample(f"z_{t}", dist.Normal(0.5 * z + 0.3 * before, 0.5))
+        before = pyro.sample(f"y_{t}", dist.Normal(z + 0.2 * before, 0.7), obs=y[t])
+
+
+def narrow(y):
+    z = torch.zeros(())
+    for t in range(STEPS):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, 1e-3))
+        pyro.sample(f"y_{t}", dist.Normal(z, 1.0), obs=y[t] + 1e3)
+
+
+GAUSSIAN = [
+    walk,
+    marked,
+    trend,
+    gaps,
+    masked,
+    season,
+    correlated_errors,
+    vector,
+    vector_data,
+    several_series,
+    several_data,
+    sums,
+    reads_data,
+    narrow,
+]
+
+
+@pytest.fixture
+def double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def posterior(model, y, draw):
+    """Returns the exact posterior of a linear Gaussian model, by the curvature of its log density, and a packer."""
+    shapes = {name: value.shape for name, value in draw.items()}
+
+    def named(x):
+        parts = x.split([shape.numel() for shape in shapes.values()], -1)
+        return {name: part.reshape(shapes[name]) for name, part in zip(shapes, parts)}
+
+    def height(x):
+        return poutine.trace(poutine.condition(model, named(x))).get_trace(y).log_prob_sum()
+
+    at = torch.cat([value.detach().flatten() for value in draw.values()])
+    precision = -torch.autograd.functional.hessian(height, at)
+    slope = torch.autograd.functional.jacobian(height, at)
+    mean = at + torch.linalg.solve(precision, slope)
+    return dist.MultivariateNormal(mean, precision_matrix=precision), named
+
+
+@pytest.mark.parametrize("model", GAUSSIAN)
+def test_states_are_exact(model, double):
+    y = torch.randn(STEPS).cumsum(0)
+    guide = AutoNaMIGuide(model)
+    draw = guide(y)
+    assert [chain.is_observed for chain in guide._plan.chains.chains][:2] == [False, True]
+    assert {note.rule for note in guide.rules.values()} == {"exact"}
+    whole, named = posterior(model, y, draw)
+    for _ in range(3):
+        x = whole.mean + 2 * (whole.sample() - whole.mean)
+        torch.testing.assert_close(guide.log_prob(named(x), y), whole.log_prob(x))
+    trace = poutine.trace(guide).get_trace(y)
+    x = torch.cat([trace.nodes[name]["value"].flatten() for name in draw])
+    torch.testing.assert_close(trace.log_prob_sum(), whole.log_prob(x))
+
+
+def level(y):
+    step = pyro.sample("step", dist.HalfNormal(1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(1.0))
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, step))
+        pyro.sample(f"y_{t}", dist.Normal(z, noise), obs=y[t])
+
+
+def filtered(y, step, noise):
+    """Returns the log density of data under a local level, by the Kalman filter."""
+    mean, variance, total = torch.zeros_like(step), torch.zeros_like(step), 0.0
+    for value in y.double():
+        variance = variance + step**2
+        own = dist.Normal(mean, (variance + noise**2).sqrt())
+        total = total + own.log_prob(value)
+        gain = variance / (variance + noise**2)
+        mean, variance = mean + gain * (value - mean), variance * (1 - gain)
+    return total
+
+
+def test_level_with_unknown_scales_against_the_kalman_filter():
+    torch.manual_seed(0)
+    y = (0.3 * torch.randn(60)).cumsum(0) + 0.5 * torch.randn(60)
+    guide = AutoNaMIGuide(level)
+    guide(y)
+    places = torch.linspace(0.01, 1.5, 150, dtype=torch.float64)
+    step, noise = torch.meshgrid(places, places, indexing="ij")
+    prior = dist.HalfNormal(torch.ones((), dtype=torch.float64))
+    heights = filtered(y, step, noise) + prior.log_prob(step) + prior.log_prob(noise)
+    evidence = heights.flatten().logsumexp(0) + 2 * (places[1] - places[0]).log()
+    gaps = []
+    for _ in range(5):
+        trace = poutine.trace(guide).get_trace(y)
+        joint = poutine.trace(poutine.replay(level, trace)).get_trace(y).log_prob_sum()
+        gaps.append(float(joint - trace.log_prob_sum() - evidence))
+    assert max(map(abs, gaps)) < 5e-3  # nats; the grid is off by as much
+
+
+def counts(y):
+    step = pyro.sample("step", dist.HalfNormal(0.5))
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, step))
+        pyro.sample(f"y_{t}", dist.Poisson(z.exp()), obs=y[t])
+
+
+def test_counts_are_near_their_posterior_and_networks_do_not_grow():
+    torch.manual_seed(0)
+    weights = []
+    for length in (20, 40):
+        pyro.clear_param_store()
+        y = torch.poisson((0.3 * torch.randn(length)).cumsum(0).exp())
+        guide = AutoNaMIGuide(counts)
+        guide(y)
+        weights.append(guide.num_parameters)
+        assert guide.rules["z[time]"].rule == "newton"
+    assert weights[0] == weights[1]
+    log_weights = []
+    for _ in range(100):
+        trace = poutine.trace(guide).get_trace(y)
+        joint = poutine.trace(poutine.replay(counts, trace)).get_trace(y)
+        log_weights.append(float(joint.log_prob_sum() - trace.log_prob_sum()))
+    spread = torch.tensor(log_weights).std()
+    assert spread < 0.5  # nats; about the mode alone it is 0.8
+
+
+TURNS = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
+MEANS = torch.tensor([-1.0, 0.0, 2.0])
+
+
+def hidden_markov(y):
+    x = 0
+    for t in range(len(y)):
+        x = pyro.sample(f"x_{t}", dist.Categorical(TURNS[x] if t else torch.ones(3) / 3))
+        if t != 4:
+            pyro.sample(f"y_{t}", dist.Normal(MEANS[x], 1.0), obs=y[t])
+
+
+def on_and_off(y):
+    x = torch.tensor(0.0)
+    for t in range(len(y)):
+        x = pyro.sample(f"x_{t}", dist.Bernoulli(0.1 + 0.7 * x))
+        pyro.sample(f"y_{t}", dist.Normal(2 * x, 1.0), obs=y[t])
+
+
+def forward(first, turns, densities):
+    """Returns the log density of the data of a hidden Markov model, by the forward algorithm."""
+    total = first.log()
+    for t, density in enumerate(densities):
+        total = density + ((total[:, None] + turns.log()).logsumexp(0) if t else total)
+    return total.logsumexp(0)
+
+
+@pytest.mark.parametrize("model", [hidden_markov, on_and_off])
+def test_discrete_states_against_the_forward_algorithm(model):
+    torch.manual_seed(0)
+    y = torch.randn(10)
+    guide = AutoNaMIGuide(model)
+    if model is hidden_markov:
+        densities = dist.Normal(MEANS, 1.0).log_prob(y[:, None])
+        densities[4] = 0.0
+        told = forward(torch.ones(3) / 3, TURNS, densities)
+    else:
+        densities = dist.Normal(torch.tensor([0.0, 2.0]), 1.0).log_prob(y[:, None])
+        told = forward(torch.tensor([0.9, 0.1]), torch.tensor([[0.9, 0.1], [0.2, 0.8]]), densities)
+    for _ in range(3):
+        trace = poutine.trace(guide).get_trace(y)
+        joint = poutine.trace(poutine.replay(model, trace)).get_trace(y).log_prob_sum()
+        torch.testing.assert_close(joint - trace.log_prob_sum(), told, rtol=0, atol=1e-4)
+        values = {n: s["value"] for n, s in trace.nodes.items() if n.startswith("x_")}
+        torch.testing.assert_close(guide.log_prob(values, y), trace.log_prob_sum())
+    assert guide.rules["x[time]"].rule == "exact"
+
+
+def detached(y):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z.detach(), 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
+
+
+def as_a_number(y):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(0.9 * float(z), 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
+
+
+def bent(y):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal((2 * z).tanh(), 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
+
+
+def wide(y):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.StudentT(3.0, z, 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
+
+
+@pytest.mark.filterwarnings("ignore:Site 'z_1' depends on 'z_0'")
+@pytest.mark.parametrize("model", [detached, as_a_number, bent, wide])
+def test_near_misses_are_no_chains(model):
+    guide = AutoNaMIGuide(model)
+    draw = guide(torch.randn(9))
+    assert not guide._plan.chains.chains
+    assert len(draw) == 9
+
+
+def forecast(y, steps):
+    step = pyro.sample("step", dist.HalfNormal(1.0))
+    z = torch.zeros(())
+    for t in range(steps):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, step))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.3), obs=y[t] if t < len(y) else None)
+
+
+@pytest.fixture
+def trained():
+    torch.manual_seed(0)
+    y = (0.3 * torch.randn(20)).cumsum(0) + 0.3 * torch.randn(20)
+    guide = AutoNaMIGuide(forecast)
+    svi = SVI(forecast, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    for _ in range(2):
+        svi.step(y, 20)
+    return guide, svi, y
+
+
+def draws_of(guide, *args, count=100):
+    pyro.set_rng_seed(1)
+    return Predictive(forecast, guide=guide, num_samples=count)(*args)
+
+
+def test_forecasts_go_on_from_the_states(trained):
+    guide, _, y = trained
+    whole = draws_of(guide, y, 20)
+    with pytest.warns(UserWarning, match="without 'z_20'"):
+        longer = draws_of(guide, y, 25)
+    off = longer["z_19"].mean() - whole["z_19"].mean()
+    assert off.abs() < 5 * (2 / 100) ** 0.5 * whole["z_19"].std()
+    steps = longer["z_24"] - longer["z_19"]
+    torch.testing.assert_close(
+        steps.square().mean(), 5 * longer["step"].square().mean(), rtol=0.6, atol=0
+    )
+
+
+def test_other_data_and_shorter_loops_leave_the_states(trained):
+    guide, _, y = trained
+    whole = draws_of(guide, y, 20)
+    for args in ((y + 5, 20), (y[:12], 12)):
+        found = draws_of(guide, *args)
+        torch.testing.assert_close(found["z_11"], whole["z_11"])
+        assert ("z_19" in found) == (args[1] == 20)
+
+
+def test_a_held_out_loss_leaves_the_states(trained):
+    guide, svi, y = trained
+    before = guide.median(y, 20)["z_10"]
+    svi.evaluate_loss(y + 5, 20)
+    assert guide.median(y, 20)["z_10"] == before
+
+
+def test_observations_decide(trained):
+    guide, _, y = trained
+    moved = {f"y_{t}": y[t] + 5 for t in range(20)}
+    assert guide(y, 20, observations=moved)["z_19"] > 3
+
+
+def test_saved_pickled_and_copied_guides_draw_the_same(trained):
+    guide, _, y = trained
+    loaded = AutoNaMIGuide(forecast)
+    loaded.load_state_dict(guide.state_dict())
+    found = []
+    for each in (guide, loaded, pickle.loads(pickle.dumps(guide)), copy.deepcopy(guide)):
+        pyro.set_rng_seed(1)
+        found.append(each(y, 20)["z_7"])
+    assert len(set(map(float, found))) == 1
+
+
+def test_weights_are_the_evidence(trained):
+    guide, _, y = trained
+    run = Importance(forecast, guide, num_samples=20).run(y, 20)
+    assert float(torch.tensor(run.log_weights).std()) < 1e-2
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_compiled_loss():
+    torch.manual_seed(0)
+    y = torch.randn(10).cumsum(0)
+    losses = []
+    for loss in (Trace_ELBO(), JitTrace_ELBO()):
+        pyro.clear_param_store()
+        svi = SVI(level, AutoNaMIGuide(level), Adam({"lr": 1e-3}), loss)
+        losses.append(svi.step(y))
+    assert math.isclose(*losses, abs_tol=0.05)
