@@ -27,7 +27,7 @@ class ConjugateGroup(NamedTuple):
             by instance of their plates, which are the same in a level; the others are elements of one vector.
         num_lifted: number of such levels.
         elements: number of elements of each member, of one instance or of the vector, at the guide's first call.
-        band: of the states of a loop, ``width``, ``back`` and ``span`` of its `Chain`.
+        band: of the states of a loop, ``width``, ``back`` and ``span`` of its `LoopSites`.
         flat: members with flat priors, which say nothing; see `pyro_nami.program.flat_priors`.
         needed: latents drawn before that the density reads.
         in_turn: whether they are binary, and those that come later are explained away by those before.
@@ -58,7 +58,7 @@ class ConjugateGroup(NamedTuple):
         return self.form in ("Newton", "collapsed", "states about a mode", "states nearest")
 
     @property
-    def is_chain(self) -> bool:
+    def is_loop(self) -> bool:
         """Whether they are the states of a loop."""
         return self.form.startswith("states")
 

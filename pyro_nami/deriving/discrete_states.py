@@ -28,7 +28,7 @@ class DiscreteStates(Expansion):
     """The joint conditional of the states of a loop with K values each, of which a datum reads one.
 
     Args:
-        group: of one chain; its ``elements`` are the number of values.
+        group: of the states of one loop; its ``elements`` are the number of values.
         leading, nesting, differentiable, given: as for `Expansion`; given values are no points of all values.
     """
 

@@ -40,8 +40,8 @@ from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversion_methods import nami
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.program.chains import Chain
 from pyro_nami.program.flat_priors import flat_prior
+from pyro_nami.program.loops import LoopSites
 from pyro_nami.program.masks import is_masked_within, own_mask
 from pyro_nami.program.site_values import num_values
 
@@ -96,7 +96,7 @@ class Finder:
     bounds: Mapping[str, str] = field(default_factory=dict)
     located: frozenset[str] = frozenset()
     bent: dict[str, str] = field(default_factory=dict)
-    states: Mapping[str, Chain] = field(default_factory=dict)
+    states: Mapping[str, LoopSites] = field(default_factory=dict)
     flat: set[str] = field(default_factory=set)
     obstacles: dict[str, str] = field(default_factory=dict)
 
@@ -180,7 +180,7 @@ class Finder:
         By Newton's method this is done anew at each level, given what is drawn before; by quadrature for each member.
         """
         # of which one mode is constant
-        if not group.has_mode or group.is_chain or self.is_compiled and len(group.members) > 1:
+        if not group.has_mode or group.is_loop or self.is_compiled and len(group.members) > 1:
             return group
 
         def rest(before: Collection[str]) -> ConjugateGroup:
@@ -452,9 +452,9 @@ class Finder:
             form, *others = set(map(self._form, names))
             if form is None or others or len(names) > 1 and form != "Bernoulli":
                 return None
-            if chain := self.states.get(names[0]):
-                band = chain.width, chain.back, chain.span
-                return group._replace(form=form, elements=(max(1, chain.values),), band=band)
+            if states := self.states.get(names[0]):
+                band = states.width, states.back, states.span
+                return group._replace(form=form, elements=(max(1, states.values),), band=band)
             count = num_values(self.nodes[names[0]]["fn"]) if form == "enumeration" else None
             return group._replace(form=form, elements=(count,) if count else ())
         if any(self._parents(name).intersection(names[i:]) for i, name in enumerate(names)):

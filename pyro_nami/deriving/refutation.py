@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.bounded import LinearBernoulli
-from pyro_nami.deriving.chain_modes import NearestStates, StatesAboutMode
-from pyro_nami.deriving.chain_states import ChainStates, flaw_of_states
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.discrete_states import DiscreteStates, flaw_of_discrete
 from pyro_nami.deriving.enumeration import Enumeration
@@ -30,6 +28,8 @@ from pyro_nami.deriving.expansion import (
 )
 from pyro_nami.deriving.exponential_families import ByStatistics
 from pyro_nami.deriving.joint_gaussian import JointGaussian
+from pyro_nami.deriving.loop_modes import NearestStates, StatesAboutMode
+from pyro_nami.deriving.loop_states import LoopStates, flaw_of_states
 from pyro_nami.deriving.newton import LOST, Newton, has_one_mode, is_concave
 from pyro_nami.deriving.quadrature import INACCURATE, Tabulated
 from pyro_nami.program.first_run import is_node
@@ -133,7 +133,7 @@ class Refutation:
             is_first, own = draw is self.draws[0], {}
             if closed and not is_first and draw.keys() >= {*group.members}:
                 own = {name: draw[name] for name in group.members}
-            if group.is_chain and told:
+            if group.is_loop and told:
                 break  # provenance says what states read, and a run takes long
             if not draw.keys() >= group.needed or told > PROBED_DRAWS and not own:
                 continue
@@ -196,7 +196,7 @@ class Refutation:
             return expansion.sites(self.run, drawn)
 
         try:
-            if group.is_chain:
+            if group.is_loop:
                 is_discrete = group.form == "states enumerated"
                 flaw: Any = flaw_of_discrete if is_discrete else flaw_of_states
                 return flaw(self._about(group), run)
@@ -438,7 +438,7 @@ def expansion_of(group: ConjugateGroup) -> type[Expansion]:
         "Newton": Newton,
         "quadrature": Newton,
         "enumeration": Enumeration,
-        "states": ChainStates,
+        "states": LoopStates,
         "states about a mode": StatesAboutMode,
         "states nearest": NearestStates,
         "states enumerated": DiscreteStates,

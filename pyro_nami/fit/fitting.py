@@ -216,10 +216,11 @@ class _Fitting:
         agree = "agree" if found.r_hat <= MOST_R_HAT else "do not agree"
         how = f"chains from the guide's draws {agree} (R-hat {found.r_hat:.2f})"
         few = f"{how}, but only {found.effective:.0f} of their draws are effective"
-        judged = checked(how, found.effective)
+        drawn = found.draws(self._found)
+        judged = checked(how, drawn, found.effective)
         if not found.agree:
             judged = untrusted(few if found.r_hat <= MOST_R_HAT else how, REMEDY)
-        self.chained = Posterior.of(found.draws(self._found), self._target, judged)
+        self.chained = Posterior.of(drawn, self._target, judged)
         if found.agree:
             self.found = self.chained
         return found.agree

@@ -265,7 +265,7 @@ class Posterior(WeightedSamples):
             "log_weights": self.log_weights,
             "plates": {name: list(names) for name, names in self.plates.items()},
             "pool": None if self.pool is None else tuple(self.pool),
-            "verdict": (self.verdict.kind, self.verdict.reason, self.verdict.error),
+            "verdict": self.verdict.__getnewargs__(),
         }
         torch.save(held, path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples
+from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples, over
 
 __all__ = ["LEAST_EFFECTIVE", "MOST_ERROR", "Verdict", "checked", "of_weights", "untrusted"]
 
@@ -23,29 +23,31 @@ class Verdict(str):
         kind: ``"exact"``, ``"checked"`` or ``"not to be trusted"``; the sentence begins with it.
         reason: what was found, and where draws are not to be trusted what to do.
         error: by how much a mean may be off, in posterior standard deviations (two standard errors).
+        spread: by what share a standard deviation may be off at most, of any latent (two standard errors).
 
     Example:
-        >>> verdict = Verdict("checked", "the importance weights have k-hat 0.20", 0.02)
+        >>> verdict = Verdict("checked", "the importance weights have k-hat 0.20", 0.02, 0.03)
         >>> verdict.kind, verdict.is_trusted
         ('checked', True)
         >>> print(verdict)
-        checked: the importance weights have k-hat 0.20; means are within 0.02 sd.
+        checked: the importance weights have k-hat 0.20; means are within 0.02 sd, sds within 3%.
     """
 
     kind: str
     reason: str
     error: float
+    spread: float
 
-    def __new__(cls, kind: str, reason: str, error: float) -> Verdict:
-        text = f"{kind}: {reason}; means are within {error:.2g} sd."
+    def __new__(cls, kind: str, reason: str, error: float, spread: float) -> Verdict:
+        text = f"{kind}: {reason}; means are within {error:.2g} sd, sds within {100 * spread:.2g}%."
         if not math.isfinite(error):
             text = f"{kind}, because {reason}"
         verdict = super().__new__(cls, text)
-        verdict.kind, verdict.reason, verdict.error = kind, reason, error
+        verdict.kind, verdict.reason, verdict.error, verdict.spread = kind, reason, error, spread
         return verdict
 
-    def __getnewargs__(self) -> tuple[str, str, float]:  # type: ignore[override]
-        return self.kind, self.reason, self.error
+    def __getnewargs__(self) -> tuple[str, str, float, float]:  # type: ignore[override]
+        return self.kind, self.reason, self.error, self.spread
 
     @property
     def is_trusted(self) -> bool:
@@ -54,17 +56,18 @@ class Verdict(str):
 
     def of_fewer(self, effective: float) -> Verdict:
         """Returns the verdict on an effective number of draws that were taken from those of this one."""
-        return Verdict(self.kind, self.reason, max(self.error, _error(effective)))
+        error = max(self.error, _error(effective))
+        return Verdict(self.kind, self.reason, error, self.spread * error / self.error)
 
 
-def checked(reason: str, effective: float) -> Verdict:
+def checked(reason: str, drawn: WeightedSamples, effective: float) -> Verdict:
     """Returns the verdict on draws that were checked, of an effective number."""
-    return Verdict("checked", reason, _error(effective))
+    return Verdict("checked", reason, _error(effective), _spread(drawn, effective))
 
 
 def untrusted(reason: str, remedy: str) -> Verdict:
     """Returns the verdict on draws that may be wrong by any amount."""
-    return Verdict("not to be trusted", f"{reason}. {remedy}", math.inf)
+    return Verdict("not to be trusted", f"{reason}. {remedy}", math.inf, math.inf)
 
 
 def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict:
@@ -83,15 +86,29 @@ def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict
     is_resampled = drawn.pool is not None and bool((drawn.pool.draws > 0).any())
     if is_derived and spread <= MOST_SPREAD and not is_resampled:
         agreed = f"all conditionals are in closed form, and log weights agree to {spread:.1g} nats"
-        return Verdict("exact", agreed, _error(effective))
+        return Verdict("exact", agreed, _error(effective), _spread(drawn, effective))
     if not k <= K_MAX:
         return untrusted(f"the importance weights have a heavy tail (k-hat {k:.2f})", remedy)
     if effective < LEAST_EFFECTIVE:
         few = f"only {effective:.0f} of {drawn.num_samples:,} draws are effective"
         return untrusted(few, remedy)
     tail = f"k-hat {k:.2f}" if k > -math.inf else "no tail"
-    return checked(f"the importance weights have {tail}", effective)
+    return checked(f"the importance weights have {tail}", drawn, effective)
 
 
 def _error(effective: float) -> float:
     return ERRORS / math.sqrt(effective)
+
+
+def _spread(drawn: WeightedSamples, effective: float) -> float:
+    """Returns the relative error of standard deviations: that of a variance is (kurtosis - 1) / draws, squared."""
+    weights, most = drawn.smoothed_log_weights.double().softmax(0), 1.0
+    for value in drawn.samples.values():
+        if not value.is_floating_point() or not value.numel():
+            continue
+        own, each = over(weights, value), value.double()
+        square = (each - (own * each).sum(0)).square()
+        variance = (own * square).sum(0)
+        kurtosis = (own * square.square()).sum(0) / variance.square()
+        most = max(most, float(kurtosis.nan_to_num(0.0, 0.0, 0.0).max()))
+    return ERRORS * math.sqrt((most - 1) / (4 * effective))

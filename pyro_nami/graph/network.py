@@ -25,7 +25,8 @@ from pyro_nami.graph.sites import (
     sites_in_order,
 )
 
-PLAIN_NAME = re.compile(r"[^\W\d][\w./\-]*")
+# those of loops as well: `z[time]`, `level,slope[time]`
+PLAIN_NAME = re.compile(r"[^\W\d][\w./\-]*([\w./\-,]*\[time\])?")
 
 
 class Instance(NamedTuple):

@@ -81,10 +81,10 @@ def assemble(
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         program = Program(model, args, kwargs)
         first = first_call(program, options, subsampled, layers, lifted=_may_lift(options))
-        search = search_forms(first, {}, {}) if first.program.chains else None
+        search = search_forms(first, {}, {}) if first.program.loops else None
         if (
             search is not None
-            and not search.order.groups.keys() >= first.program.chains.states.keys()
+            and not search.order.groups.keys() >= first.program.loops.states.keys()
         ):
             first = first_call(program, options, subsampled, layers, lifted=False)
             search = None

@@ -176,8 +176,8 @@ def target_of(call: Any, before: Sites, now: Sites, plan: Plan) -> TrainedAnswer
         name for name in now if name in open_sites and (name in own or name not in plan.names)
     )
     untold = tuple(name for name in fresh if name not in barren)
-    loops = [name for name in plan.chains.states if name in now]
-    absent = {site for name in loops for site in plan.chains.states[name].sites}
+    loops = [name for name in plan.loops.states if name in now]
+    absent = {site for name in loops for site in plan.loops.states[name].sites}
     absent.difference_update(*(now[name]["part"].sites for name in loops))
     notice = _notice(untold, before, now)
     return TrainedAnswer(

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from pyro_nami.deriving.chain_states import ChainStates
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import Changed, Expansion, parameters_of, solved
 from pyro_nami.deriving.gaussian_constants import Constants, FromConstants, constants_of
 from pyro_nami.deriving.joint_gaussian import JointGaussian
+from pyro_nami.deriving.loop_states import LoopStates
 from pyro_nami.deriving.newton import Newton
 from pyro_nami.deriving.refutation import expansion_of
 from pyro_nami.guide.arguments import Arguments
@@ -149,7 +149,7 @@ class _Derivation:
         elif near is not None and near.has_moved:
             for starts, data in self._starts():
                 starts.note(data, near.references)
-        if isinstance(expansion, ChainStates) and not expansion.unfound:
+        if isinstance(expansion, LoopStates) and not expansion.unfound:
             self.call.derived.starts[group.members, "states"] = expansion.begin_next()
         derived.sites.update({name: sites[name] for name in expansion.group.members})
         return expansion, sites
@@ -261,7 +261,7 @@ class _Derivation:
         if constants is not None:
             forget = functools.partial(kept.__setitem__, (group, leading), None)
             return FromConstants(group, leading, nesting, constants=constants, forget=forget)
-        if group.is_chain:
+        if group.is_loop:
             if begin := call.derived.starts.get((group.members, "states")):
                 options["at"] = begin
         elif group.has_mode or group.form == "Gaussian":

@@ -99,13 +99,13 @@ def hand_out(plan: Plan, call: Call, values: Values) -> dict[str, Tensor]:
     sites, found = call.sites or sites_of(call, plan), dict[str, Tensor]()
     hidden = call.lacking | call.target.hidden
     for name in [name for name in plan.rules if name in values and name not in hidden]:
-        own = plan.chains.split({name: values[name]})
-        chain, whole = plan.chains.states.get(name), sites[name]["fn"].event_dim
+        own = plan.loops.split({name: values[name]})
+        held, whole = plan.loops.states.get(name), sites[name]["fn"].event_dim
         with _At(sites[name]):
             for i, (each, value) in enumerate(own.items()):
                 if each in call.target.absent:
                     continue
-                event_dim = whole if chain is None else len(chain.events[i])
+                event_dim = whole if held is None else len(held.events[i])
                 found[each] = pyro.sample(each, dist.Delta(value, event_dim=event_dim))
     return found
 
@@ -200,7 +200,7 @@ def _draw_group(group: ConjugateGroup, current: Pass) -> None:
         with forked_rng():  # as draws shall not depend on what was derived before
             sites = current.run(until=left)
     for name in left:
-        if name in current.plan.chains.states:
+        if name in current.plan.loops.states:
             _draw_states(current, name, sites[name])
         elif current.rules[name].group is not None:
             _draw_at(current, name, sites[name])
@@ -290,11 +290,11 @@ def _draw_at(current: Pass, name: str, site: Message, prior: Distribution | None
 
 def _draw_states(current: Pass, name: str, site: Message) -> None:
     """Draws the states of a loop one after another, each at its own site."""
-    chain = current.plan.chains.states[name]
+    held = current.plan.loops.states[name]
     fn: Any = current.rules[name].distribution(current, plate_shape(site), None)
     in_turn, values = fn.in_sequence(), []
     around = {**site, "mask": None, "scale": current.scale(site)}
-    for each, event in zip(chain.sites, chain.events):
+    for each, event in zip(held.sites, held.events):
         own = in_turn.next(event)
         if each in current.call.target.absent:
             values.append(own.rsample())
@@ -304,7 +304,7 @@ def _draw_states(current: Pass, name: str, site: Message) -> None:
             current.outside.values[each] = value
             values.append(current.outside.inside(value, len(event)))
         in_turn.take(values[-1])
-    current.know(name, chain.joined(values), drawn=True)
+    current.know(name, held.joined(values), drawn=True)
 
 
 def _mask(current: Pass, rule: Rule, site: Message) -> Tensor | None:

@@ -62,7 +62,7 @@ def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
     corrected = {
         name
         for name, group in groups.items()
-        if group.is_located and not group.is_chain or _is_corrected(first, group)
+        if group.is_located and not group.is_loop or _is_corrected(first, group)
     }
     # latents whose Normals about a mode networks bend
     bent = {name for name in corrected if groups[name].form != "Bernoulli"}
@@ -76,7 +76,7 @@ def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
         if name not in first.nodes or first.nodes[name]["value"].numel() == 0
     }
     # The data of a loop are many numbers, and a guide with loops answers for one data set.
-    loops = {chain.name for chain in first.program.chains.chains}
+    loops = {held.name for held in first.program.loops.parts}
     unread = empty | first.unread | loops
     planned = _plan_reads(first.net, inverse, latents, covariates.columns, unread)
     reads = _in_reach(first, planned)

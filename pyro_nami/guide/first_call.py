@@ -28,9 +28,9 @@ from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner, Sites
 from pyro_nami.program.vectorized import Vectorized
-from pyro_nami.reading.chains import has_loop
 from pyro_nami.reading.changes import moved
 from pyro_nami.reading.extraction import Extraction, extract, is_blocked
+from pyro_nami.reading.loops import has_loop
 from pyro_nami.reading.masked_latents import read_where_masked
 
 __all__ = [
@@ -137,8 +137,8 @@ def first_call(
     """
     prototype = first_run(program, options.init_loc_fn or near_origin)
     lifted = lifted and not random_layers and has_loop(prototype.nodes)
-    if options.init_loc_fn is None and not options.observed and not lifted:
-        prototype = likely_start(program, prototype, options.init_scale)
+    if not lifted:
+        prototype = _started(program, options, prototype)
     nodes: Sites = prototype.nodes
     # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
     model = poutine.condition(program.model, subsamples(nodes))
@@ -158,9 +158,11 @@ def first_call(
             },
             lifted=lifted,
         )
-        program = program._replace(chains=found.chains)
-        draws = program.prior_draws(FEWEST_DRAWS if found.chains else MANY_DRAWS)
-        nodes = found.chains.messages(nodes)
+        program = program._replace(loops=found.loops)
+        draws = program.prior_draws(FEWEST_DRAWS if found.loops else MANY_DRAWS)
+    if lifted and not found.loops:
+        prototype = _started(program, options, prototype)
+    nodes = found.loops.messages(prototype.nodes)
     restless = _moved_by(random_layers, program, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
@@ -184,6 +186,16 @@ def first_call(
         passing=passing,
         unread=passing.union(name for name in moving if not stacks[name]),
     )
+
+
+def _started(program: Program, options: Options, first: poutine.Trace) -> poutine.Trace:
+    """Returns the trace of a run at initial values that data choose, given one near the origin, where options let them.
+
+    Of loops as a whole no start is looked for, which takes some dozens of runs: their states are derived.
+    """
+    if options.init_loc_fn is None and not options.observed:
+        return likely_start(program, first, options.init_scale)
+    return first
 
 
 def _moved_by(layers: Sequence[nn.Module], program: Program, nodes: Sites) -> frozenset[str]:

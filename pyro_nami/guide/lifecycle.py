@@ -187,7 +187,7 @@ class LazyGuide(AutoGuide):
             ):
                 self._go_over_to_minibatches()
         plan = self._made()
-        observations = plan.chains.joined(observations)
+        observations = plan.loops.joined(observations)
         for name in observations:
             if name not in plan.names:
                 known = quoted(plan.bayesnet.observed)
@@ -202,7 +202,7 @@ class LazyGuide(AutoGuide):
             }
             kwargs = {**kwargs, "observations": first_set}
         plates = self._create_plates(*args, **kwargs)
-        call = Call(Program(plan.for_many(self.model), args, kwargs, plan.chains))
+        call = Call(Program(plan.for_many(self.model), args, kwargs, plan.loops))
         self.network.backward = backward = Backward()
         return self._reader.read(
             call, plates, observations, backward=backward if may_train else None, draws=draws

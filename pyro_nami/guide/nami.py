@@ -296,11 +296,11 @@ class AutoNaMIGuide(DensityGuide):
             return self._draws(count, call.program.args, dict(call.program.kwargs), seed)
 
         values = self._ahead.next((self.network.passes, id(call.values)), make)
-        found = hand_out(plan, call, plan.chains.joined(values))
+        found = hand_out(plan, call, plan.loops.joined(values))
         if call.target.fresh:
             current = start_pass(plan, self._start(call), call)
             own = {name: v.clone() if v.is_inference() else v for name, v in found.items()}
-            current.values.update(plan.chains.joined(own))
+            current.values.update(plan.loops.joined(own))
             found |= draw_fresh(current)
         return {name: found[name] for name in (*plan.shown, *found) if name in found}
 
@@ -397,7 +397,7 @@ class AutoNaMIGuide(DensityGuide):
         if self._many is None or self._many[0] is not plan:
             seed_rng(0)
             own = call._replace(target=TrainedAnswer())
-            few = [{**call.held, **plan.chains.joined(self._drawn(own))} for _ in range(3)]
+            few = [{**call.held, **plan.loops.joined(self._drawn(own))} for _ in range(3)]
             model = plan.for_many(unmapped(call.program.model))
             program, nesting = call.program._replace(model=model), plan.plates.nesting
             found, reason = for_many(program, nesting, partial(difference_at, few, nesting))

@@ -214,7 +214,7 @@ def _finder(first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str, str]
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
         located=frozenset(name for name, rule in options.rules.items() if rule == "located"),
         bent=dict(cut),
-        states=first.program.chains.states,
+        states=first.program.loops.states,
     )
 
 

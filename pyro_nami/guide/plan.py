@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_nami.deriving.chain_modes import NEAREST_POINTS
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import leading_shape
 from pyro_nami.deriving.grids import points_of
+from pyro_nami.deriving.loop_modes import NEAREST_POINTS
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.rules import Learned, Rule, RuleNote
 from pyro_nami.messages import quoted
 from pyro_nami.parameters.conditioning import Plates, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
-from pyro_nami.program.chains import NO_CHAINS, Chains
+from pyro_nami.program.loops import NO_LOOPS, Loops
 from pyro_nami.program.runner import Values
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.covariates import MASK
@@ -108,7 +108,7 @@ class Plan:
     factory: Mapping[str, Any]  # dtype and device of the networks
     vectorized: bool  # whether the model is one for one draw, and mapped over draws
     learns: bool  # whether the model has parameters of its own
-    chains: Chains = NO_CHAINS  # loops, whose sites are one each in all of the plan
+    loops: Loops = NO_LOOPS  # loops, whose sites are one each in all of the plan
 
     def for_many(self, model: Callable) -> Callable:
         """Returns the model as the plan's rules run it."""
@@ -133,7 +133,7 @@ class Plan:
     @cached_property
     def shown(self) -> tuple[str, ...]:
         """The sites that the guide emits, in program order."""
-        return tuple(self.chains.names_of(self.rules))
+        return tuple(self.loops.names_of(self.rules))
 
     @cached_property
     def masked(self) -> bool:
@@ -217,7 +217,7 @@ class Plan:
         kind = rule.kind
         if rule.group is not None:
             by_form = "quadrature" if rule.group.is_tabulated else kind
-            by_form = "newton" if rule.group.is_chain and rule.group.is_located else by_form
+            by_form = "newton" if rule.group.is_loop and rule.group.is_located else by_form
             kind = rule.group.bound or ("collapsed" if rule.group.form == "collapsed" else by_form)
         reads = (
             tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()

@@ -74,7 +74,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         factory=first.factory(order.latents),
         vectorized=isinstance(first.program.model, Vectorized),
         learns=any(site["type"] == "param" for site in nodes.values()),
-        chains=first.program.chains,
+        loops=first.program.loops,
     )
 
 
@@ -104,7 +104,7 @@ def _rule(first: FirstCall, name: str, found: PlannedFactors, anchored: bool) ->
     if group is None:
         is_learned = name in found.factors
         return _learned(first, name, found, anchored) if is_learned else Prior(name)
-    if group.is_chain:
+    if group.is_loop:
         return States(name, group)
     if name not in found.factors:
         return Exact(name, group)

@@ -143,7 +143,7 @@ class Exact(Rule):
 
 @dataclass(frozen=True)
 class States(Exact):
-    """The states of a loop, without corrections; see `pyro_nami.deriving.chain_states`."""
+    """The states of a loop, without corrections; see `pyro_nami.deriving.loop_states`."""
 
     def solved(self, current: Pass) -> Any:
         assert self.group is not None

@@ -87,7 +87,7 @@ class DensityGuide(LazyGuide):
             new = [*call.from_prior, *(name for name in target.fresh if name not in plan.rules)]
             if new:
                 raise ValueError(new_site(new[0]))
-            latents = plan.chains.joined(latents)
+            latents = plan.loops.joined(latents)
             values = _left_of_plates(latents, plan, call.held.keys() | call.lacking | hidden)
             names = (plan.rules.keys() if names is None else set(names)) - hidden
             if sites is None:
@@ -159,7 +159,7 @@ class DensityGuide(LazyGuide):
         """Returns a pass that knows all values, the latents' values, and the sites of a run of the model at them."""
         call = self._begin(args, kwargs, draws=False)
         plan, state = self._made(), self._start(call)
-        latents = plan.chains.joined(latents)
+        latents = plan.loops.joined(latents)
         values = _left_of_plates(latents, plan, call.held)
         sites = call.run({**call.held, **values}, until=plan.rules)
         current = start_pass(plan, state, call)

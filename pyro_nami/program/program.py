@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.messages import warn
-from pyro_nami.program.chains import NO_CHAINS, Chains
+from pyro_nami.program.loops import NO_LOOPS, Loops
 from pyro_nami.program.runner import Runner
 
 __all__ = ["Program"]
@@ -31,7 +31,7 @@ class Program(NamedTuple):
     model: Callable
     args: tuple
     kwargs: Mapping[str, Any]
-    chains: Chains = NO_CHAINS  # loops of the model, whose sites are held as one each
+    loops: Loops = NO_LOOPS  # loops of the model, whose sites are held as one each
 
     @property
     def roots(self) -> tuple:
@@ -50,9 +50,9 @@ class Program(NamedTuple):
 
     def run(self, runner: Runner) -> dict[str, Any]:
         """Runs the model as the runner says; returns its sample sites, as a trace holds them."""
-        if not self.chains:
+        if not self.loops:
             return runner.run(self.model, self.args, self.kwargs)
-        return self.chains.run(runner, self.model, self.args, self.kwargs)
+        return self.loops.run(runner, self.model, self.args, self.kwargs)
 
     def prior_draws(self, count: int) -> list[dict[str, Tensor]]:
         """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where the model fails at some.

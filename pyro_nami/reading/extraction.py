@@ -24,13 +24,13 @@ from torch import Tensor
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site, closed_nesting
 from pyro_nami.messages import warn
-from pyro_nami.program.chains import NO_CHAINS, Chains
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.loops import NO_LOOPS, Loops
 from pyro_nami.program.program import Program
-from pyro_nami.reading.chains import find_chains, with_chains
 from pyro_nami.reading.index_maps.decoding import MapPlan
 from pyro_nami.reading.index_maps.search import search_maps
 from pyro_nami.reading.interventions import Dependencies, claim, intervene, is_blocked
+from pyro_nami.reading.loops import find_loops, with_loops
 from pyro_nami.reading.probe import Probe
 
 __all__ = ["Extraction", "extract", "extract_bayesnet"]
@@ -48,7 +48,7 @@ class Extraction(NamedTuple):
         index_maps: for plates (q, p), nested raggedly, the instance of p to which each instance of q belongs,
             ``(size_q,)``: as sites read it, without what follows from two of them.
         map_plans: how to find these maps in other calls, for those that the caller did not give.
-        chains: the loops of the model, if they were asked for; the network has them as one site each.
+        loops: the loops of the model, if they were asked for; the network has them as one site each.
     """
 
     bayesnet: BayesNet
@@ -58,7 +58,7 @@ class Extraction(NamedTuple):
     hidden_randomness: frozenset[str]
     index_maps: dict[tuple[str, str], Tensor]
     map_plans: tuple[MapPlan, ...]
-    chains: Chains = NO_CHAINS
+    loops: Loops = NO_LOOPS
 
 
 def extract_bayesnet(
@@ -131,14 +131,14 @@ def _lifted(probe: Probe, found: Dependencies) -> Extraction | None:
     if found.escaped or found.hidden or len(probe.plates) > 1:
         return None
     sites: Mapping[str, Any] = probe.first.sites
-    chains = find_chains(sites, found.parents, probe.observed)
-    if not chains:
+    loops = find_loops(sites, found.parents, probe.observed)
+    if not loops:
         return None
     try:
-        net = with_chains(_network(probe, found, ()), chains)
+        net = with_loops(_network(probe, found, ()), loops)
     except ValueError:
         return None
-    return Extraction(net, probe.trace, len(sites), found.escaped, frozenset(), {}, (), chains)
+    return Extraction(net, probe.trace, len(sites), found.escaped, frozenset(), {}, (), loops)
 
 
 def _network(

@@ -1,4 +1,4 @@
-"""Chains as distributions: against a dense Normal, and against the sum over all states."""
+"""Loops as distributions: against a dense Normal, and against the sum over all states."""
 
 import itertools
 

@@ -10,6 +10,8 @@ from pyro.distributions import constraints
 from pyro.infer import Predictive, Trace_ELBO
 
 from pyro_nami import Posterior, amortize, fit
+from pyro_nami.fit.verdict import checked
+from pyro_nami.inference.weighted_samples import WeightedSamples
 
 Y = torch.tensor([1.0, 2.0, 4.0, 0.5])
 PRECISION = 1 / 9 + 4  # of the mean: prior sd 3, noise 1
@@ -192,3 +194,13 @@ def test_amortize_gives_the_same_class():
     assert several["mean"].shape == (1000, 2)
     with pytest.raises(NotImplementedError, match="one data set"):
         several.predict(4)
+
+
+@pytest.mark.parametrize(("fn", "kurtosis"), [(dist.Normal, 3.0), (dist.Laplace, 6.0)])
+def test_the_verdict_tells_errors_of_deviations(fn, kurtosis):
+    torch.manual_seed(0)
+    drawn = WeightedSamples({"z": fn(0.0, 1.0).sample((4000,))}, torch.zeros(4000))
+    verdict = checked("weights agree", drawn, 1000.0)
+    # of a variance by n independent draws the relative error, squared, is (kurtosis - 1) / n
+    assert verdict.spread == pytest.approx(2 * ((kurtosis - 1) / 4000) ** 0.5, rel=0.2)
+    assert f"sds within {100 * verdict.spread:.2g}%" in verdict

@@ -1,4 +1,4 @@
-"""Loops as chains: states against dense algebra, the Kalman filter and the forward algorithm; use after training."""
+"""Loops: states against dense algebra, the Kalman filter and the forward algorithm; use after training."""
 
 import copy
 import math
@@ -174,7 +174,7 @@ def test_states_are_exact(model, double):
     y = torch.randn(STEPS).cumsum(0)
     guide = AutoNaMIGuide(model)
     draw = guide(y)
-    assert [chain.is_observed for chain in guide._plan.chains.chains][:2] == [False, True]
+    assert [held.is_observed for held in guide._plan.loops.parts][:2] == [False, True]
     assert {note.rule for note in guide.rules.values()} == {"exact"}
     whole, named = posterior(model, y, draw)
     for _ in range(3):
@@ -330,10 +330,10 @@ def wide(y):
 
 @pytest.mark.filterwarnings("ignore:Site 'z_1' depends on 'z_0'")
 @pytest.mark.parametrize("model", [detached, as_a_number, bent, wide])
-def test_near_misses_are_no_chains(model):
+def test_near_misses_are_read_site_by_site(model):
     guide = AutoNaMIGuide(model)
     draw = guide(torch.randn(9))
-    assert not guide._plan.chains.chains
+    assert not guide._plan.loops.parts
     assert len(draw) == 9
 
 

@@ -22,15 +22,15 @@ def loop(count=10, name="z_{}", lag=1, other=None):
     return model
 
 
-def chains_of(model, *args):
+def loops_of(model, *args):
     found = extract(model, args, lifted=True)
-    return found, {chain.name: chain for chain in found.chains.chains}
+    return found, {held.name: held for held in found.loops.parts}
 
 
 def test_names_sizes_and_edges():
-    found, chains = chains_of(loop(), Y)
-    assert list(chains) == ["z[time]", "y[time]"]
-    states, data = chains.values()
+    found, loops = loops_of(loop(), Y)
+    assert list(loops) == ["z[time]", "y[time]"]
+    states, data = loops.values()
     assert states.sites == tuple(f"z_{t}" for t in range(10))
     assert (states.width, states.back, states.span, states.values) == (1, 1, 1, 0)
     assert data.is_observed
@@ -40,14 +40,14 @@ def test_names_sizes_and_edges():
 
 @pytest.mark.parametrize("name", ["z{}", "a.z_{}", "z_{}_loc", "z1_{}"])
 def test_other_names(name):
-    _, chains = chains_of(loop(name=name), Y)
-    assert len(chains) == 2
+    _, loops = loops_of(loop(name=name), Y)
+    assert len(loops) == 2
 
 
 def test_lags():
-    _, chains = chains_of(loop(lag=3), Y)
-    assert chains["z[time]"].back == 3
-    assert chains["z[time]"].width == 3
+    _, loops = loops_of(loop(lag=3), Y)
+    assert loops["z[time]"].back == 3
+    assert loops["z[time]"].width == 3
 
 
 def sampled(make):
@@ -64,19 +64,19 @@ def sampled(make):
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_no_chains(model, why):
-    found, chains = chains_of(model, Y)
-    assert not chains
+def test_no_loops(model, why):
+    found, loops = loops_of(model, Y)
+    assert not loops
     assert "z_0" in found.bayesnet.sites
 
 
-def test_independent_states_are_no_chain():
+def test_independent_states_are_no_loop():
     def model(y):
         for t in range(10):
             z = pyro.sample(f"z_{t}", dist.Normal(0.0, 1.0))
             pyro.sample(f"y_{t}", dist.Normal(z, 1.0), obs=y[t])
 
-    assert not chains_of(model, Y)[1]
+    assert not loops_of(model, Y)[1]
 
 
 def test_coefficients_are_no_states():
@@ -89,8 +89,8 @@ def test_coefficients_are_no_states():
             z = pyro.sample(f"z_{t}", dist.Normal(0.5 * z, 1.0))
             pyro.sample(f"y_{t}", dist.Normal(z + rows[t] @ b, 1.0), obs=y[t])
 
-    found, chains = chains_of(model, torch.randn(40))
-    assert list(chains) == ["z[time]", "y[time]"]
+    found, loops = loops_of(model, torch.randn(40))
+    assert list(loops) == ["z[time]", "y[time]"]
     assert ("b_8", "y[time]") in found.bayesnet.edges
 
 
@@ -102,22 +102,22 @@ def test_own_effects_of_steps_are_states():
             own = pyro.sample(f"own_{t}", dist.Normal(0.0, 1.0))
             pyro.sample(f"y_{t}", dist.Normal(z + own, 1.0), obs=y[t])
 
-    assert list(chains_of(model, Y)[1]) == ["z,own[time]", "y[time]"]
+    assert list(loops_of(model, Y)[1]) == ["z,own[time]", "y[time]"]
 
 
-def test_a_loop_that_reads_its_data_is_a_chain_given_these():
+def test_a_loop_that_reads_its_data_is_a_loop_given_these():
     def model(y):
         z = torch.zeros(())
         for t in range(10):
             z = pyro.sample(f"z_{t}", dist.Normal(0.5 * z, 1.0))
             z = z + 0.1 * pyro.sample(f"y_{t}", dist.Normal(z, 1.0), obs=y[t])
 
-    found, chains = chains_of(model, Y)
-    assert chains
+    found, loops = loops_of(model, Y)
+    assert loops
     assert list(found.bayesnet.edges) == [("z[time]", "y[time]")]
 
 
-def test_a_loop_that_another_latent_reads_on_the_way_is_no_chain():
+def test_a_loop_that_another_latent_reads_on_the_way_is_no_loop():
     def model(y):
         z = torch.zeros(())
         for t in range(10):
@@ -126,7 +126,7 @@ def test_a_loop_that_another_latent_reads_on_the_way_is_no_chain():
                 z = z + pyro.sample("turn", dist.Gamma(z.exp(), 1.0))
             pyro.sample(f"y_{t}", dist.Normal(z, 1.0), obs=y[t])
 
-    assert not chains_of(model, Y)[1]
+    assert not loops_of(model, Y)[1]
 
 
 def test_networks_that_users_extract_have_every_site():

@@ -9,8 +9,8 @@ import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
-from pyro_nami.deriving.chain_states import Banded, ChainStates, band, parts_of, vector
 from pyro_nami.deriving.expansion import MAX_ERROR, MOST_RUNS, ROUNDING, Expansion, derivatives
+from pyro_nami.deriving.loop_states import Banded, LoopStates, band, quadratic_of, vector
 from pyro_nami.factors.wrappers import base_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ NEAREST_POINTS, NEAREST_ROUNDS = 3, 2
 SHORTER = 0.25
 
 
-class _Step(NamedTuple):
+class _ModeStep(NamedTuple):
     """A step of each batch of states, by a share of the way that their expansion says."""
 
     start: Tensor
@@ -34,42 +34,47 @@ class _Step(NamedTuple):
     length: Tensor  # the share; 0 where the mode is found
 
 
-class StatesAboutMode(ChainStates):
+class StatesAboutMode(LoopStates):
     """The Normal about the mode of the states of a loop, with the curvature there.
 
     Args:
-        group, leading, nesting, differentiable, away, given, at: as for `ChainStates`.
+        group, leading, nesting, differentiable, away, given, at: as for `LoopStates`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._before: _Step | None = None  # that led here
+        self._before: _ModeStep | None = None  # that led here
         self._is_last = False
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         if self._is_last:
-            self.step(self.parts(sites, True))
+            self.step(self.quadratic(sites, True))
             return None
         total = self._height(sites)
         if (shorter := self._shortened(total)) is not None:
             return self._reached(shorter)
-        value, parts = self.values[self.first], self.parts(sites, False)
+        value, parts = self.values[self.first], self.quadratic(sites, False)
         way = self.step(parts)
         if not bool(way.isfinite().all()):
             way = self.step(parts._replace(bend=_positive(parts.bend)))
         gain = self._of_sets((way * vector(parts.whole_slope(), value)).sum(-1)) / 2
-        going = gain > MAX_ERROR * torch.finfo(value.dtype).eps ** 0.5
+        going = gain > self._enough()
         if bool(going.any()) and self.runs < MOST_RUNS:
-            return self._reached(_Step(value.detach(), way, total, going.to(way)))
+            return self._reached(_ModeStep(value.detach(), way, total, going.to(way)))
         self.unfound = bool((gain > MAX_ERROR).any()) or not bool(gain.isfinite().all())
         return self.after_search(sites)
+
+    def _enough(self) -> float:
+        """Returns the nats that a last step may still gain; fewer where gradients are taken, which show them."""
+        eps = torch.finfo(self.values[self.first].dtype).eps
+        return MAX_ERROR * eps**0.5 if self.differentiable else MAX_ERROR**2
 
     def after_search(self, sites: Mapping[str, Any]) -> StatesAboutMode | None:
         """Returns the expansion that follows when the mode is found: one with gradients, where there are to be some."""
         if not self.moves(sites):
             return None
         value = self.values[self.first]
-        last = self.moved(value.detach() + self.step(self.parts(sites, True)).to(value))
+        last = self.moved(value.detach() + self.step(self.quadratic(sites, True)).to(value))
         last._is_last, last.unfound = True, self.unfound
         return last
 
@@ -84,7 +89,7 @@ class StatesAboutMode(ChainStates):
         plates = list(range(-min(self.nesting, term.dim()), 0))
         return term.sum(plates, keepdim=True) if plates else term
 
-    def _shortened(self, total: Tensor) -> _Step | None:
+    def _shortened(self, total: Tensor) -> _ModeStep | None:
         """Returns a shorter step, where the one that led here lost height."""
         step = self._before
         if step is None or self.runs >= MOST_RUNS:
@@ -95,7 +100,7 @@ class StatesAboutMode(ChainStates):
             return None
         return step._replace(length=torch.where(over, SHORTER * step.length, step.length))
 
-    def _reached(self, step: _Step) -> Self:
+    def _reached(self, step: _ModeStep) -> Self:
         length = step.length.unsqueeze(-1)
         value = torch.where(length > 0, step.start + length * step.way, step.start)
         other = self.moved(value.to(step.start))
@@ -110,7 +115,7 @@ class NearestStates(StatesAboutMode):
     Both averages follow from slopes at a few points of each state, as E[f''] = E[(z - mean) f'] / variance.
 
     Args:
-        group, leading, nesting, differentiable, away, given, at: as for `ChainStates`.
+        group, leading, nesting, differentiable, away, given, at: as for `LoopStates`.
 
     References:
         Opper and Archambeau 2009, The variational Gaussian approximation revisited.
@@ -144,9 +149,12 @@ class NearestStates(StatesAboutMode):
             along = Banded(*(each.sum(0) for each in along))
             average, bend = (weights * slope).sum(0), -(weights * points * slope).sum(0) / deviation
             scale = normal.scale.expand(value.shape)[0].double()
-            parts = parts_of(average, bend, along, (mean - loc) / scale, scale, self._width)
+            parts = quadratic_of(average, bend, along, (mean - loc) / scale, scale, self._width)
         self.step(parts if graph else parts.detached(), mean)
         return None if is_last else self._spread()
+
+    def _enough(self) -> float:
+        return MAX_ERROR  # as further rounds follow
 
     def after_search(self, sites: Mapping[str, Any]) -> NearestStates:
         return self._spread()

@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_nami.program.chains import Chain, Chains
+from pyro_nami.program.loops import Loops, LoopSites
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
@@ -18,20 +18,20 @@ def model(y):
         pyro.sample(f"y_{t}", dist.Normal(z, 1.0).to_event(1), obs=y[t])
 
 
-def chains(count):
+def loops(count):
     states, data = (tuple(f"{stem}_{t}" for t in range(count)) for stem in "zy")
     events = (torch.Size((2,)),) * count
-    return Chains(
+    return Loops(
         (
-            Chain("z[time]", states, events, False, 2, 3, 2),
-            Chain("y[time]", data, events, True, reads=tuple(range(0, 2 * count, 2))),
+            LoopSites("z[time]", states, events, False, 2, 3, 2),
+            LoopSites("y[time]", data, events, True, reads=tuple(range(0, 2 * count, 2))),
         )
     )
 
 
 @pytest.fixture
 def program():
-    return Program(model, (torch.randn(4, 2),), {}, chains(4))
+    return Program(model, (torch.randn(4, 2),), {}, loops(4))
 
 
 def test_values_go_there_and_back(program):
@@ -40,10 +40,10 @@ def test_values_go_there_and_back(program):
         "z[time]": torch.randn(3, 8),
         "y[time]": torch.randn(3, 4, 2),
     }
-    apart = program.chains.split(values)
+    apart = program.loops.split(values)
     assert len(apart) == 9
     assert apart["z_1"].shape == apart["y_3"].shape == (3, 2)
-    whole = program.chains.joined(apart)
+    whole = program.loops.joined(apart)
     assert whole.keys() == values.keys()
     assert all(torch.equal(whole[name], values[name]) for name in values)
 
@@ -52,7 +52,7 @@ def test_a_run_has_the_density_of_its_sites(program):
     value = {"scale": torch.tensor([0.5, 2.0]), "z[time]": torch.randn(2, 8)}
     whole = program.run(Runner(value))
     assert list(whole) == ["scale", "z[time]", "y[time]"]
-    apart = program._replace(chains=Chains()).run(Runner(program.chains.split(value)))
+    apart = program._replace(loops=Loops()).run(Runner(program.loops.split(value)))
     for name in ("z", "y"):
         total = sum(
             apart[f"{name}_{t}"]["fn"].log_prob(apart[f"{name}_{t}"]["value"]) for t in range(4)
@@ -82,3 +82,18 @@ def test_a_shorter_loop(program):
     sites = program._replace(args=args).run(Runner({"z[time]": torch.arange(8.0)}))
     assert torch.equal(sites["z[time]"]["value"], torch.arange(6.0))
     assert sites["z[time]"]["part"].sites == ("z_0", "z_1", "z_2")
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: dist.StudentT(3.0, 0.0, 1.0), lambda: dist.Normal(0.0, 1.0).mask(False)]
+)
+def test_states_of_another_kind_are_told(other):
+    def changed(is_other):
+        for t in range(3):
+            pyro.sample(f"z_{t}", other() if is_other and t == 1 else dist.Normal(0.0, 1.0))
+
+    names = tuple(f"z_{t}" for t in range(3))
+    one = Loops((LoopSites("z[time]", names, (torch.Size(),) * 3, False),))
+    assert "z[time]" in Program(changed, (False,), {}, one).run(Runner({}))
+    with pytest.raises(ValueError, match="Expected 'z_1' of a Normal"):
+        Program(changed, (True,), {}, one).run(Runner({}))

@@ -95,7 +95,7 @@ def test_laws(seed):
     y = model.draws()
     guide = AutoNaMIGuide(model)
     draw = guide(y)
-    states = guide._plan.chains.states
+    states = guide._plan.loops.states
     assert len(states) == 1
     assert set(draw) == {f"z{i}_{t}" for i in range(model.states) for t in range(STEPS)}
     assert {note.rule for note in guide.rules.values()} == {

@@ -1,7 +1,7 @@
-"""`find_chains`: the loops of a model whose sites repeat, by their names and by what provenance says they read.
+"""`find_loops`: the loops of a model whose sites repeat, by their names and by what provenance says they read.
 
 Sites whose names differ in their last number are a family: ``z_0``, ``z_1``, ... The families of
-states that are Normal, or discrete with a few values, are one chain; each family of data is one.
+states that are Normal, or discrete with a few values, are held as one site; each family of data is one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pyro.poutine.util import site_is_factor
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site
-from pyro_nami.program.chains import NO_CHAINS, Chain, Chains
+from pyro_nami.program.loops import NO_LOOPS, Loops, LoopSites
+from pyro_nami.program.masks import is_masked
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.site_values import num_values
 
-__all__ = ["find_chains", "has_loop", "with_chains"]
+__all__ = ["find_loops", "has_loop", "with_loops"]
 
 # Steps of a loop from which its sites are held as one; ten times more leave loops of a dozen steps to forms that take
 # 10 s, with fewer there is nothing to save.
@@ -39,8 +40,8 @@ def has_loop(sites: Sites) -> bool:
     return bool(_families([name for name, site in sites.items() if _is_state(site)]))
 
 
-def find_chains(sites: Sites, parents: Parents, observed: Collection[str]) -> Chains:
-    """Returns the loop of a model: its states as one chain, and each family of data as one; none if there is none.
+def find_loops(sites: Sites, parents: Parents, observed: Collection[str]) -> Loops:
+    """Returns the loop of a model: its states as one site, and each family of data as one; none if there is none.
 
     Args:
         sites: of a run of the model, in program order.
@@ -56,36 +57,36 @@ def find_chains(sites: Sites, parents: Parents, observed: Collection[str]) -> Ch
         others = [name for name in latents if name not in members]
         if any(not parents[name].isdisjoint(members) for name in others):
             continue
-        if found := _chains_of(chosen, members, sites, parents, observed):
+        if found := _loops_of(chosen, members, sites, parents, observed):
             return found
-    return NO_CHAINS
+    return NO_LOOPS
 
 
-def _chains_of(
+def _loops_of(
     families: Mapping[str, Sequence[str]],
     members: Sequence[str],
     sites: Sites,
     parents: Parents,
     observed: Collection[str],
-) -> Chains:
-    """Returns states of some families as one chain, and each family of data; none if they cannot be held so."""
+) -> Loops:
+    """Returns states of some families as one site, and each family of data; none if they cannot be held so."""
     counts = {num_values(sites[name]["fn"]) or 0 for name in members}
     if len(counts) != 1 or not _is_uniform([sites[name] for name in members]):
-        return NO_CHAINS
+        return NO_LOOPS
     places = _Places.of(members, sites)
     stems = dict.fromkeys(map(_stem, families))
     states = _states(f"{','.join(stems)}[time]", places, sites, parents, counts.pop())
     if states is None:
-        return NO_CHAINS
+        return NO_LOOPS
     data = list(_data(places, sites, parents, observed))
-    names = [states.name, *(chain.name for chain in data)]
-    loose = set(observed).difference(*(chain.sites for chain in data))
+    names = [states.name, *(held.name for held in data)]
+    loose = set(observed).difference(*(held.sites for held in data))
     reads_loose = any(not places.ranges.keys().isdisjoint(parents[name]) for name in loose)
-    if states.values and (reads_loose or any(min(chain.reads) < 0 for chain in data)):
-        return NO_CHAINS
+    if states.values and (reads_loose or any(min(held.reads) < 0 for held in data)):
+        return NO_LOOPS
     if len(set(names)) < len(names) or not sites.keys().isdisjoint(names):
-        return NO_CHAINS
-    return Chains((states, *data))
+        return NO_LOOPS
+    return Loops((states, *data))
 
 
 def _is_linked(names: Sequence[str], parents: Parents) -> bool:
@@ -115,8 +116,8 @@ class _Places(NamedTuple):
 
 def _states(
     name: str, places: _Places, sites: Sites, parents: Parents, values: int
-) -> Chain | None:
-    """Returns the states as a chain; None if they are not linked, or reach back too far."""
+) -> LoopSites | None:
+    """Returns the states as one site; None if they are not linked, or reach back too far."""
     back, span = 0, 1
     for site in sites:
         read = places.read_by(site, parents)
@@ -134,33 +135,33 @@ def _states(
     is_wide = width > MOST_WIDTH or any(len(event) > 1 for event in places.events)
     if not back or is_wide or values and (back > 1 or span > 1):
         return None
-    return Chain(name, tuple(places.ranges), places.events, False, width, back, span, values)
+    return LoopSites(name, tuple(places.ranges), places.events, False, width, back, span, values)
 
 
 def _data(
     places: _Places, sites: Sites, parents: Parents, observed: Collection[str]
-) -> Iterator[Chain]:
+) -> Iterator[LoopSites]:
     """Yields each family of data that can be held as one."""
     data = [name for name in sites if name in observed and not site_is_factor(sites[name])]
     for key, names in _families(data, 1).items():
         events = tuple(sites[name]["fn"].event_shape for name in names)
         starts = [[place.start for place in places.read_by(name, parents)] for name in names]
         reads = tuple(min(each, default=-1) for each in starts)
-        chain = Chain(f"{_stem(key)}[time]", tuple(names), events, True, reads=reads)
+        held = LoopSites(f"{_stem(key)}[time]", tuple(names), events, True, reads=reads)
         each = [sites[name] for name in names]
-        if len(set(events)) == 1 and _is_uniform(each) and _can_be_stacked(chain, each):
-            yield chain
+        if len(set(events)) == 1 and _is_uniform(each) and _can_be_stacked(held, each):
+            yield held
 
 
-def with_chains(net: BayesNet, chains: Chains) -> BayesNet:
-    """Returns the network with chains as one site each.
+def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
+    """Returns the network with the states, and the data, of loops as one site each.
 
-    Edges within a chain are left out, and those from data to states of later steps: given data are constants there.
+    Edges within one of these are left out, and those from data to later states: given data are constants there.
 
     Raises:
-        ValueError: a site is read before its chain ends, by one that its chain depends on.
+        ValueError: states are read before the loop ends, by a latent that later ones depend on.
     """
-    of: dict[Any, str] = {site: chain.name for chain in chains.chains for site in chain.sites}
+    of: dict[Any, str] = {site: held.name for held in loops.parts for site in held.sites}
     sites: dict[Any, Site] = {}
     for name, site in net.sites.items():
         whole = of.get(name, name)
@@ -187,7 +188,7 @@ def with_chains(net: BayesNet, chains: Chains) -> BayesNet:
 
 def _is_state(site: Mapping[str, Any]) -> bool:
     """Whether a site may be a state of a loop: Normal, or discrete with few values, and drawn by guides."""
-    if site["type"] != "sample" or site["is_observed"] or site["mask"] is not None:
+    if site["type"] != "sample" or site["is_observed"] or is_masked(site):
         return False
     if (site["infer"] or {}).get("enumerate") == "parallel":
         return False
@@ -220,10 +221,10 @@ def _is_uniform(sites: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def _can_be_stacked(chain: Chain, sites: Sequence[Mapping[str, Any]]) -> bool:
+def _can_be_stacked(held: LoopSites, sites: Sequence[Mapping[str, Any]]) -> bool:
     """Whether data of several steps have the log density that they have step by step."""
     try:
-        whole = chain.message(sites)
+        whole = held.message(sites)
         apart = [
             torch.where(
                 torch.as_tensor(True if site["mask"] is None else site["mask"]),

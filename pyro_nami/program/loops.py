@@ -1,6 +1,6 @@
-"""`Chains`: the sites of a loop, held as one site each: `z_0`, `z_1`, ... as `z[time]`.
+"""`Loops`: the sites of a loop, held as one site each: `z_0`, `z_1`, ... as `z[time]`.
 
-A model is run as it is. Outside of its runs a chain of states is one vector, and the data of its
+A model is run as it is. Outside of its runs the states of a loop are one vector, and the data of its
 steps are one tensor, so that nothing there has a size that grows with the number of sites.
 """
 
@@ -20,12 +20,14 @@ from torch.distributions import Independent
 from pyro_nami.factors.completed import constraints_of_parameters
 from pyro_nami.factors.wrappers import base_of, innermost
 from pyro_nami.program.distribution_parts import arguments_of
+from pyro_nami.program.masks import is_masked
 from pyro_nami.program.runner import Runner
+from pyro_nami.program.site_values import num_values
 
-__all__ = ["NO_CHAINS", "Chain", "Chains"]
+__all__ = ["NO_LOOPS", "LoopSites", "Loops"]
 
 
-class Chain(NamedTuple):
+class LoopSites(NamedTuple):
     """Sites of a loop that are held as one.
 
     Attributes:
@@ -56,8 +58,8 @@ class Chain(NamedTuple):
         """Number of elements."""
         return sum(event.numel() for event in self.events)
 
-    def within(self, names: Collection[str]) -> Chain:
-        """Returns the part of the chain that some sites are."""
+    def within(self, names: Collection[str]) -> LoopSites:
+        """Returns those of them that are among some sites."""
         kept = [name in names for name in self.sites]
         if all(kept):
             return self
@@ -91,8 +93,14 @@ class Chain(NamedTuple):
         return _concatenated(parts)
 
     def message(self, sites: Sequence[Any]) -> dict[str, Any]:
-        """Returns the message of the whole, given those of the sites in a run."""
+        """Returns the message of the whole, given those of the sites in a run.
+
+        Raises:
+            ValueError: a state is not as it was when the loop was read: Normal, say, without a mask.
+        """
         first, events = sites[0], self.events
+        for site in () if self.is_observed else sites:
+            self._check_state(site, first)
         fns = [site["fn"] for site in sites]
         if self.is_observed or self.values:
             fn = _stacked_distributions(fns, 0)
@@ -115,9 +123,23 @@ class Chain(NamedTuple):
         value = self.joined(values)
         return {**first, "name": self.name, "fn": fn, "value": value, "mask": None, "part": self}
 
+    def _check_state(self, site: Any, first: Any) -> None:
+        """Raises where a state is of another kind than the loop's, masked, or scaled by itself."""
+        base = innermost(site["fn"])
+        kind = num_values(site["fn"]) == self.values if self.values else type(base) is dist.Normal
+        scale = site["scale"] is first["scale"] or bool(
+            torch.as_tensor(site["scale"] == first["scale"]).all()
+        )
+        if not kind or is_masked(site) or not scale:
+            of = f"{self.values} values" if self.values else "a Normal distribution"
+            raise ValueError(
+                f"Expected '{site['name']}' of {of}, without a mask, and scaled as '{first['name']}', as at the first "
+                "call of the guide, which read it as one loop. Make a new guide for another loop."
+            )
 
-class Chains(NamedTuple):
-    """The chains of a model; none by default.
+
+class Loops(NamedTuple):
+    """The loops of a model: their states, and each family of their data; none by default.
 
     Example:
         >>> import pyro
@@ -126,69 +148,69 @@ class Chains(NamedTuple):
         ...     for t in range(len(y)):
         ...         z = pyro.sample(f"z_{t}", dist.Normal(z, 1.0))
         >>> names = tuple(f"z_{t}" for t in range(3))
-        >>> chains = Chains((Chain("z[time]", names, (torch.Size(),) * 3, False, 1),))
-        >>> sites = chains.run(Runner({"z[time]": torch.arange(3.0)}), model, (range(3),), {})
+        >>> loops = Loops((LoopSites("z[time]", names, (torch.Size(),) * 3, False, 1),))
+        >>> sites = loops.run(Runner({"z[time]": torch.arange(3.0)}), model, (range(3),), {})
         >>> list(sites), innermost(sites["z[time]"]["fn"]).loc
         (['z[time]'], tensor([0., 0., 1.]))
     """
 
-    chains: tuple[Chain, ...] = ()
+    parts: tuple[LoopSites, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.chains)
+        return bool(self.parts)
 
     @property
-    def states(self) -> dict[str, Chain]:
-        """Name -> chain of latents."""
-        return {chain.name: chain for chain in self.chains if not chain.is_observed}
+    def states(self) -> dict[str, LoopSites]:
+        """Name -> states of a loop, as one latent."""
+        return {held.name: held for held in self.parts if not held.is_observed}
 
     def names_of(self, names: Iterable[str]) -> list[str]:
         """Returns the sites that some names stand for."""
-        whole = {chain.name: chain.sites for chain in self.chains}
+        whole = {held.name: held.sites for held in self.parts}
         return [site for name in names for site in whole.get(name, (name,))]
 
     def split(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns values by site, given those of chains as a whole; functions of a prior become those of the sites'."""
+        """Returns values by site, given those of loops as a whole; functions of a prior become those of the sites'."""
         found = dict(values)
-        for chain in self.chains:
-            if chain.name in found:
-                value = found.pop(chain.name)
+        for held in self.parts:
+            if held.name in found:
+                value = found.pop(held.name)
                 parts: Sequence[Any] = (
-                    _Lazy(chain, value).parts() if callable(value) else chain.split(value)
+                    _Lazy(held, value).parts() if callable(value) else held.split(value)
                 )
-                found.update(zip(chain.sites, parts))
+                found.update(zip(held.sites, parts))
         return found
 
     def joined(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns values with chains as a whole, where all of their sites have one."""
+        """Returns values with loops as a whole, where all of their sites have one."""
         found = dict(values)
-        for chain in self.chains:
-            if found.keys() >= set(chain.sites):
-                found[chain.name] = chain.joined([found.pop(site) for site in chain.sites])
+        for held in self.parts:
+            if found.keys() >= set(held.sites):
+                found[held.name] = held.joined([found.pop(site) for site in held.sites])
         return found
 
     def messages(self, sites: Mapping[str, Any], is_whole: bool = True) -> dict[str, Any]:
-        """Returns the sites of a run with chains as one site each, in the places of their first sites.
+        """Returns the sites of a run with loops as one site each, in the places of their first sites.
 
         Args:
             sites: of the run.
-            is_whole: whether the run came to its end, so that a chain may be shorter; else one that is cut is left out.
+            is_whole: whether the run came to its end, so that a loop may be shorter; else one that is cut is left out.
         """
-        of = {site: chain for chain in self.chains for site in chain.sites}
+        of = {site: held for held in self.parts for site in held.sites}
         found: dict[str, Any] = {}
         for name, site in sites.items():
-            chain = of.get(name)
-            if chain is None:
+            held = of.get(name)
+            if held is None:
                 found[name] = site
-            elif chain.name not in found and (is_whole or sites.keys() >= set(chain.sites)):
-                part = chain.within(sites.keys())
-                found[chain.name] = part.message([sites[each] for each in part.sites])
+            elif held.name not in found and (is_whole or sites.keys() >= set(held.sites)):
+                part = held.within(sites.keys())
+                found[held.name] = part.message([sites[each] for each in part.sites])
         return found
 
     def run(
         self, runner: Runner, model: Callable, args: tuple, kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Runs a model, with values of chains as a whole and to the ends of chains; returns its sites likewise."""
+        """Runs a model, with values of loops as a whole, to the ends of loops; returns its sites likewise."""
         runner.values = self.split(runner.values)
         if runner.until is not None:
             runner.until = self.names_of(list(runner.until))
@@ -197,26 +219,26 @@ class Chains(NamedTuple):
         return self.messages(runner.run(model, args, kwargs), is_whole)
 
 
-NO_CHAINS = Chains()
+NO_LOOPS = Loops()
 
 
 class _Lazy:
-    """Values of the sites of a chain, where a function of a prior makes that of the whole: once, at the first site."""
+    """Values of the sites of a loop, where a function of a prior makes that of the whole: once, at the first site."""
 
-    def __init__(self, chain: Chain, make: Callable[[Any], Tensor]) -> None:
-        self._chain, self._make = chain, make
+    def __init__(self, held: LoopSites, make: Callable[[Any], Tensor]) -> None:
+        self._held, self._make = held, make
 
     def parts(self) -> list[Callable[[Any], Tensor]]:
-        return [partial(self._part, i) for i in range(len(self._chain.sites))]
+        return [partial(self._part, i) for i in range(len(self._held.sites))]
 
     def _part(self, i: int, fn: Any) -> Tensor:
         if i == 0:
             base: Any = innermost(fn)
-            like = base.enumerate_support(expand=False) if self._chain.values else base.loc
-            zeros = like.new_zeros((*fn.batch_shape, self._chain.size))
+            like = base.enumerate_support(expand=False) if self._held.values else base.loc
+            zeros = like.new_zeros((*fn.batch_shape, self._held.size))
             # of the prior only the shape is known yet
             whole = dist.Delta(zeros).to_event(1)
-            self._values = self._chain.split(self._make(whole))
+            self._values = self._held.split(self._make(whole))
         return self._values[i]
 
 

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Banded",
-    "ChainStates",
-    "Parts",
+    "LoopStates",
+    "Quadratic",
     "band",
     "blocks",
     "flaw_of_states",
-    "parts_of",
+    "quadratic_of",
     "vector",
 ]
 
@@ -73,7 +73,7 @@ class Banded(NamedTuple):
         return _times(self.diagonal, x) + pad(below, (0, 0, 1, 0)) + pad(above, (0, 0, 0, 1))
 
 
-class Parts(NamedTuple):
+class Quadratic(NamedTuple):
     """The log density of the states and their data, to second order about the states' values, in double precision.
 
     Attributes:
@@ -99,12 +99,12 @@ class Parts(NamedTuple):
         prior = self.prior_precision()
         return Banded(prior.diagonal + self.bend.diagonal, prior.lower + self.bend.lower)
 
-    def detached(self) -> Parts:
+    def detached(self) -> Quadratic:
         """Returns the same without gradients."""
         bend, whitened = (
             Banded(*(each.detach() for each in two)) for two in (self.bend, self.whitened)
         )
-        return Parts(self.slope.detach(), bend, whitened, self.error.detach())
+        return Quadratic(self.slope.detach(), bend, whitened, self.error.detach())
 
     def whole_slope(self) -> Tensor:
         """Returns the slope of the joint log density."""
@@ -132,11 +132,11 @@ class _Linear(NamedTuple):
         return self.slopes if bool((off.abs() <= rounding).all()) else None
 
 
-class ChainStates(Expansion):
+class LoopStates(Expansion):
     """The joint conditional of the states of a loop given all else, where it is Normal.
 
     Args:
-        group: of one chain.
+        group: of the states of one loop.
         leading, nesting, differentiable, away, given: as for `Expansion`.
         at: the states' values that an expansion begins at, by name; zeros by default.
 
@@ -166,7 +166,7 @@ class ChainStates(Expansion):
         other.runs, other.xi, other._linear = self.runs + 1, self.xi, self._linear
         return other
 
-    def parts(self, sites: Mapping[str, Any], graph: bool) -> Parts:
+    def quadratic(self, sites: Mapping[str, Any], graph: bool) -> Quadratic:
         """Returns the expansion about the values of a run; graph: of which gradients may be taken."""
         value, normal = self.values[self.first], base_of(sites[self.first]["fn"])
         if normal.loc.shape[-1] != value.shape[-1]:
@@ -187,12 +187,12 @@ class ChainStates(Expansion):
                 self._linear = _Linear(value.detach(), normal.loc.detach(), slopes)
             scale = normal.scale.expand(value.shape).double()
             error = (value - normal.loc).expand(value.shape).double() / scale
-            found = parts_of(slope.double(), bend, along, error, scale, width)
+            found = quadratic_of(slope.double(), bend, along, error, scale, width)
         return found if graph else found.detached()
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         value = self.values[self.first]
-        way = self.step(self.parts(sites, self.moves(sites)))
+        way = self.step(self.quadratic(sites, self.moves(sites)))
         farthest = TOLERANCE / (ROUNDING * torch.finfo(value.dtype).eps)
         deviations = (way.detach() / self.deviations().detach()).abs()
         is_far = bool(((deviations > farthest) & (deviations < torch.inf)).any())
@@ -208,7 +208,7 @@ class ChainStates(Expansion):
         normal = base_of(sites[self.first]["fn"])
         return bool(parameters_of(*found, normal.loc, normal.scale, but=self.values.values()))
 
-    def step(self, parts: Parts, at: Tensor | None = None) -> Tensor:
+    def step(self, parts: Quadratic, at: Tensor | None = None) -> Tensor:
         """Takes the Normal that an expansion is; returns the way to its mean from the values that it is about."""
         at = self.values[self.first] if at is None else at
         with derivatives():
@@ -260,10 +260,8 @@ class ChainStates(Expansion):
         return {self.first: rows[int(finite.double().argmax())]} if bool(finite.any()) else {}
 
 
-def flaw_of_states(
-    make: Callable[..., ChainStates], run: Callable[[Any], Mapping[str, Any]]
-) -> str:
-    """Returns why the states of a loop are not as `ChainStates` takes them; "" if they are.
+def flaw_of_states(make: Callable[..., LoopStates], run: Callable[[Any], Mapping[str, Any]]) -> str:
+    """Returns why the states of a loop are not as `LoopStates` takes them; "" if they are.
 
     Args:
         make: makes an expansion of the group.
@@ -274,7 +272,7 @@ def flaw_of_states(
     mean, deviations = here.mean().detach(), here.deviations().detach()
     if not bool((mean + deviations).isfinite().all()) or here.unfound:
         return "no mode of the states was found"
-    parts = here.parts(sites, False)
+    parts = here.quadratic(sites, False)
     before = _heights(here, sites)
     at = here.values[here.first].detach()
     is_exact = here.group.is_exact
@@ -302,7 +300,7 @@ def flaw_of_states(
     return ""
 
 
-def _heights(states: ChainStates, sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _heights(states: LoopStates, sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns the log densities of the children and of the states' prior, in nats."""
     children = [states.density(sites, name) for name in states.group.children if name in sites]
     prior = sites[states.first]["fn"].log_prob(states.values[states.first])
@@ -310,9 +308,9 @@ def _heights(states: ChainStates, sites: Mapping[str, Any]) -> tuple[Tensor, Ten
     return data, prior.detach().double().sum()
 
 
-def parts_of(
+def quadratic_of(
     slope: Tensor, bend: Tensor | Banded, along: Banded, error: Tensor, scale: Tensor, width: int
-) -> Parts:
+) -> Quadratic:
     """Returns the parts of an expansion, in blocks, given those of vectors; of ``bend`` a vector is a diagonal."""
     if isinstance(bend, Tensor):
         diagonal = blocks(bend, width).diag_embed()
@@ -321,7 +319,7 @@ def parts_of(
     eye = torch.eye(width, dtype=torch.float64, device=slope.device)
     own = (eye - along.diagonal) / rows.unsqueeze(-1)
     before = -along.lower / rows[..., 1:, :].unsqueeze(-1)
-    return Parts(blocks(slope, width), bend, Banded(own, before), blocks(error, width))
+    return Quadratic(blocks(slope, width), bend, Banded(own, before), blocks(error, width))
 
 
 def _derivative(of: Tensor, by: Tensor, unit: Tensor, graph: bool) -> Tensor:
