@@ -146,18 +146,7 @@ def first_call(
     with untouched(model):
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
-        found = extract(
-            model,
-            program.args,
-            program.kwargs,
-            observed=options.observed,
-            init=lambda site: nodes[site["name"]]["value"],
-            index_maps={
-                pair: given(*program.args, **program.kwargs)
-                for pair, given in options.index_maps.items()
-            },
-            lifted=lifted,
-        )
+        found = _extracted(program, options, nodes, lifted)
         program = program._replace(loops=found.loops)
         draws = program.prior_draws(FEWEST_DRAWS if found.loops else MANY_DRAWS)
     if lifted and not found.loops:
@@ -196,6 +185,22 @@ def _started(program: Program, options: Options, first: poutine.Trace) -> poutin
     if options.init_loc_fn is None and not options.observed:
         return likely_start(program, first, options.init_scale)
     return first
+
+
+def _extracted(program: Program, options: Options, nodes: Sites, lifted: bool) -> Extraction:
+    """Returns the network of a program, as the options have it, given its sites at initial values."""
+    return extract(
+        program.model,
+        program.args,
+        program.kwargs,
+        observed=options.observed,
+        init=lambda site: nodes[site["name"]]["value"],
+        index_maps={
+            pair: given(*program.args, **program.kwargs)
+            for pair, given in options.index_maps.items()
+        },
+        lifted=lifted,
+    )
 
 
 def _moved_by(layers: Sequence[nn.Module], program: Program, nodes: Sites) -> frozenset[str]:
