@@ -194,7 +194,11 @@ def main() -> None:
     given = _parser().parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    measured(next(posteriors(given.data, wide)), 0)  # warms up
+    first = next(posteriors(given.data, wide), None)
+    if first is None:
+        print(f"There are no posteriors of posteriordb in {given.data}; --data FOLDER has some.")
+        return
+    measured(first, 0)  # warms up
     rows = []
     for prior, flat in FLAT.items():
         for posterior in posteriors(given.data, flat):
