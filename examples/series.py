@@ -99,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     nile, coal = numbers(NILE) / 100, numbers(DISASTERS)
     if args.smoke:
-        nile, coal = nile[:40], coal[:20]
+        nile, coal = nile[:36], coal[:12]
     count = len(nile)
 
     level = fit(flow, nile, count, seed=args.seed)
