@@ -157,8 +157,10 @@ class LoopStates(Expansion):
         self._linear: _Linear | None = None
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
-        at = self._at.get(name)
-        return prior.mean.expand(shape) if at is None else at.to(prior.mean).expand(shape)
+        at = self._at.get(name, prior.mean)
+        # of other rows of a plate there may be more, or fewer
+        fits = all(a in (1, b) for a, b in zip(reversed(at.shape), reversed(shape)))
+        return (at if fits and at.dim() <= len(shape) else prior.mean).to(prior.mean).expand(shape)
 
     def moved(self, value: Tensor) -> Self:
         """Returns the expansion about other values of the states."""

@@ -413,6 +413,23 @@ def test_weights_are_the_evidence(trained):
     assert float(torch.tensor(run.log_weights).std()) < 1e-2
 
 
+def test_parts_of_a_plate_of_series():
+    def model(rows, data):
+        step = pyro.sample("step", dist.HalfNormal(1.0))
+        with pyro.plate("series", 5, subsample=rows) as chosen:
+            z = torch.zeros(())
+            for t in range(8):
+                z = pyro.sample(f"z_{t}", dist.Normal(z, step))
+                pyro.sample(f"y_{t}", dist.Bernoulli(logits=z), obs=data[chosen, t])
+
+    torch.manual_seed(0)
+    data = (torch.randn(5, 8) > 0).float()
+    pyro.clear_param_store()
+    svi = SVI(model, AutoNaMIGuide(model), Adam({"lr": 0.01}), Trace_ELBO())
+    for rows in (torch.arange(3), torch.arange(3, 5), torch.arange(2, 5)):
+        assert math.isfinite(svi.step(rows, data))
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_a_compiled_loss():
     torch.manual_seed(0)
