@@ -30,6 +30,7 @@ from pyro_nami.deriving.expansion import (
     solved,
     squeezed,
 )
+from pyro_nami.deriving.newton import is_concave
 from pyro_nami.factors.markov_normal import MarkovNormal
 from pyro_nami.factors.wrappers import base_of
 
@@ -51,6 +52,8 @@ __all__ = [
 PROBED_AT = (1.0, -3.0, 300.0)
 # The same where data may be bent: near enough for their slopes and curvatures to tell, to that share.
 NEARBY = 0.1
+# Where data are looked at for further modes: deviations of the prior of the states, of which four hold nearly all mass.
+CONCAVE_AT = (-4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 # Times that exact states are expanded anew, from far away; see `joint_gaussian.MOST_CLOSER`.
 MOST_CLOSER = 3
 
@@ -299,7 +302,38 @@ def flaw_of_states(make: Callable[..., LoopStates], run: Callable[[Any], Mapping
             share = NEARBY if place == NEARBY else TOLERANCE
             if not off <= share * size + rounding + TOLERANCE**2 * float(then.abs()):
                 return _NOT_GAUSSIAN.format(what, off, place)
-    return ""
+    if is_exact or _is_concave(here, parts, make, run):
+        return ""
+    return "the log density of the data is not concave in the states, which may have several modes"
+
+
+def _is_concave(
+    here: LoopStates,
+    parts: Quadratic,
+    make: Callable[..., LoopStates],
+    run: Callable[[Any], Mapping[str, Any]],
+) -> bool:
+    """Whether the log density of each datum is concave along a line, over the width of the states' prior."""
+    mean = here.mean().detach()
+    wide = solved_blocks(*parts.prior_precision(), torch.zeros_like(parts.slope)).diagonal
+    deviations = vector(wide.diagonal(dim1=-2, dim2=-1), mean).sqrt()
+    if here.group.band[2] > 1:  # data read several states, which then move apart
+        deviations = deviations * irregular(deviations.shape, deviations, 1)
+    places = torch.tensor(CONCAVE_AT, dtype=mean.dtype, device=mean.device)
+    offsets = places.reshape(-1, *(1,) * mean.dim()) * deviations
+    at = here.values[here.first]
+    states = make(given={here.first: (mean + offsets).to(at)})
+    states.count = len(places)
+    sites = run(states)
+    rows = []
+    for name in filter(sites.__contains__, here.group.children):
+        site = sites[name]
+        fn = base_of(site["fn"]) if "part" in site else site["fn"]
+        rows.append(fn.log_prob(site["value"]).detach().double())
+    eps = torch.finfo(at.dtype).eps
+    rounding = [ROUNDING * eps * (10 + row.abs().nan_to_num(0.0, 0.0, 0.0).amax(0)) for row in rows]
+    line = {place: [row[i] for row in rows] for i, place in enumerate(CONCAVE_AT)}
+    return is_concave(line, rounding)
 
 
 def _heights(states: LoopStates, sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -328,8 +328,16 @@ def wide(y):
         pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
 
 
+def mirrored(y):
+    walk(y, lambda z: dist.Normal(z.square(), 0.3))  # -z is as likely as z
+
+
+def robust(y):
+    walk(y, lambda z: dist.StudentT(2.0, z, 0.1))  # which may give a datum up, or follow it
+
+
 @pytest.mark.filterwarnings("ignore:Site 'z_1' depends on 'z_0'")
-@pytest.mark.parametrize("model", [detached, as_a_number, bent, wide])
+@pytest.mark.parametrize("model", [detached, as_a_number, bent, wide, mirrored, robust])
 def test_near_misses_are_read_site_by_site(model):
     guide = AutoNaMIGuide(model)
     draw = guide(torch.randn(9))
