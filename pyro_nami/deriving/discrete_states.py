@@ -106,14 +106,16 @@ def flaw_of_discrete(
     if not bool(here._first.logsumexp(-1).isfinite().all()):
         return "the data have no probability at any state"
     *batch, size, count = data.shape
+    after, data = after.reshape(-1, size, count, count), data.reshape(-1, size, count)
     steps = torch.arange(size, device=data.device)
+    each = torch.arange(len(data), device=data.device).unsqueeze(-1)  # instances of plates
     for turn in (1, 2):
-        which = ((steps * (steps + turn)) // 2 + steps // 3) % count
-        value = which.to(here.values[here.first]).expand(*batch, size)
+        which = ((steps * (steps + turn)) // 2 + steps // 3 + turn * each + each // 2) % count
+        value = which.reshape(*batch, size).to(here.values[here.first])
         other = make(given={here.first: value})
         other_sites = run(other)
-        before = torch.cat((which[:1], which[:-1]))
-        told = after[..., steps, before, which].sum() + data[..., steps, which].sum()
+        before = torch.cat((which[:, :1], which[:, :-1]), 1)
+        told = after[each, steps, before, which].sum() + data[each, steps, which].sum()
         prior = other_sites[here.first]["fn"].log_prob(other.values[here.first]).double().sum()
         densities = (
             other.density(other_sites, name).double().sum()

@@ -218,6 +218,7 @@ class LazyGuide(AutoGuide):
         first = memory.kept or Reading(Call(Program(self.model, args, kwargs)))
         around = first.surroundings
         along = exchangeable_plates(first, self._reader.differing or first, moving)
+        moving = frozenset(self._plan.loops.names_of(moving))
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
         before = list(self.network.parameters())
         self._unmake()

@@ -96,11 +96,11 @@ class LoopSites(NamedTuple):
         """Returns the message of the whole, given those of the sites in a run.
 
         Raises:
-            ValueError: a state is not as it was when the loop was read: Normal, say, without a mask.
+            ValueError: a site is not as it was when the loop was read: a Normal latent, say, without a mask.
         """
         first, events = sites[0], self.events
-        for site in () if self.is_observed else sites:
-            self._check_state(site, first)
+        for site in sites:
+            self._check(site, first)
         fns = [site["fn"] for site in sites]
         if self.is_observed or self.values:
             fn = _stacked_distributions(fns, 0)
@@ -121,20 +121,29 @@ class LoopSites(NamedTuple):
             fn = dist.Normal(loc, scale, validate_args=False).to_event(1)
         values = [site["value"] for site in sites]
         value = self.joined(values)
-        return {**first, "name": self.name, "fn": fn, "value": value, "mask": None, "part": self}
+        found = {**first, "name": self.name, "fn": fn, "value": value, "mask": None, "part": self}
+        found["is_observed"] = all(site["is_observed"] for site in sites)
+        return found
 
-    def _check_state(self, site: Any, first: Any) -> None:
-        """Raises where a state is of another kind than the loop's, masked, or scaled by itself."""
-        base = innermost(site["fn"])
-        kind = num_values(site["fn"]) == self.values if self.values else type(base) is dist.Normal
-        scale = site["scale"] is first["scale"] or bool(
+    def _check(self, site: Any, first: Any) -> None:
+        """Raises where a state is observed, masked, or of another kind, or where a site is scaled by itself."""
+        is_like = site["scale"] is first["scale"] or bool(
             torch.as_tensor(site["scale"] == first["scale"]).all()
         )
-        if not kind or is_masked(site) or not scale:
+        if self.is_observed and not is_like:
+            raise ValueError(
+                f"Expected '{site['name']}' scaled as '{first['name']}', as at the first call of the guide, which read "
+                "it as one loop. Make a new guide for another loop."
+            )
+        if self.is_observed:
+            return
+        base = innermost(site["fn"])
+        kind = num_values(site["fn"]) == self.values if self.values else type(base) is dist.Normal
+        if not kind or is_masked(site) or not is_like or site["is_observed"]:
             of = f"{self.values} values" if self.values else "a Normal distribution"
             raise ValueError(
-                f"Expected '{site['name']}' of {of}, without a mask, and scaled as '{first['name']}', as at the first "
-                "call of the guide, which read it as one loop. Make a new guide for another loop."
+                f"Expected latent '{site['name']}' of {of}, without a mask, and scaled as '{first['name']}', as at the "
+                "first call of the guide, which read it as one loop. Make a new guide for another loop."
             )
 
 
@@ -227,12 +236,13 @@ class _Lazy:
 
     def __init__(self, held: LoopSites, make: Callable[[Any], Tensor]) -> None:
         self._held, self._make = held, make
+        self._values: Sequence[Tensor] | None = None
 
     def parts(self) -> list[Callable[[Any], Tensor]]:
         return [partial(self._part, i) for i in range(len(self._held.sites))]
 
     def _part(self, i: int, fn: Any) -> Tensor:
-        if i == 0:
+        if self._values is None:
             base: Any = innermost(fn)
             like = base.enumerate_support(expand=False) if self._held.values else base.loc
             zeros = like.new_zeros((*fn.batch_shape, self._held.size))

@@ -448,3 +448,52 @@ def test_a_compiled_loss():
         svi = SVI(level, AutoNaMIGuide(level), Adam({"lr": 1e-3}), loss)
         losses.append(svi.step(y))
     assert math.isclose(*losses, abs_tol=0.05)
+
+
+def test_coupled_discrete_states_are_read_site_by_site():
+    def model(y):
+        with pyro.plate("people", 2):
+            x = torch.zeros(2)
+            for t in range(9):
+                x = pyro.sample(
+                    f"x_{t}", dist.Bernoulli(0.1 + 0.4 * x + 0.4 * x.mean(-1, keepdim=True))
+                )
+                pyro.sample(f"y_{t}", dist.Normal(2 * x, 1.0), obs=y[t])
+
+    guide = AutoNaMIGuide(model)
+    with pytest.raises(ValueError, match="Expected independent instances"):
+        guide(torch.randn(9, 2))
+
+
+def test_minibatches_of_a_plate_of_series():
+    def model(y):
+        step = pyro.sample("step", dist.HalfNormal(1.0))
+        with pyro.plate("series", len(y)):
+            z = torch.zeros(())
+            for t in range(8):
+                z = pyro.sample(f"z_{t}", dist.Normal(z, step))
+                pyro.sample(f"y_{t}", dist.Normal(z, 0.5), obs=y[:, t])
+
+    torch.manual_seed(0)
+    pyro.clear_param_store()
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    for _ in range(6):
+        svi.step(torch.randn(4, 8).cumsum(1))
+    assert guide.mode == "minibatches"
+    assert guide._plan.plates.minibatched == {"series"}
+
+
+@pytest.mark.parametrize("given", [{3: 5.0}, {0: 5.0}])
+def test_states_that_another_call_observes_are_told(given):
+    def model(y, states):
+        z = torch.zeros(())
+        for t in range(9):
+            known = torch.tensor(states[t]) if t in states else None
+            z = pyro.sample(f"z_{t}", dist.Normal(z, 1.0), obs=known)
+            pyro.sample(f"y_{t}", dist.Normal(z, 1.0), obs=y[t])
+
+    guide = AutoNaMIGuide(model)
+    guide(torch.randn(9), {})
+    with pytest.raises(ValueError, match="Expected latent 'z_"):
+        guide(torch.randn(9), given)

@@ -95,5 +95,5 @@ def test_states_of_another_kind_are_told(other):
     names = tuple(f"z_{t}" for t in range(3))
     one = Loops((LoopSites("z[time]", names, (torch.Size(),) * 3, False),))
     assert "z[time]" in Program(changed, (False,), {}, one).run(Runner({}))
-    with pytest.raises(ValueError, match="Expected 'z_1' of a Normal"):
+    with pytest.raises(ValueError, match="Expected latent 'z_1' of a Normal"):
         Program(changed, (True,), {}, one).run(Runner({}))
