@@ -12,7 +12,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ MOST_CLOSER = 3
 
 
 _NOT_GAUSSIAN = (
-    "the log density of the {} is not quadratic: it is off by {:.2g} nats {:g} deviations away"
+    "the log density of '{}' is not quadratic: it is off by {:.2g} nats {:g} deviations away"
 )
 
 
@@ -180,11 +180,9 @@ class LoopStates(Expansion):
                 f"{normal.loc.shape[-1]}. The length of a loop is fixed by training; for data of another length make a "
                 "new guide."
             )
-        slope = self.take(sites, again=True)[self.first]
-        width, reach = self._width, self._span - 1
+        slope, bend = self.of_data(sites, graph=graph)
+        width = self._width
         with derivatives():
-            bend = band(slope, value, (-reach, reach), width, graph)
-            bend = Banded(-0.5 * (bend.diagonal + bend.diagonal.mT), -bend.lower)
             along = None if graph or self._linear is None else self._linear.slopes_at(value, normal)
             if along is None:
                 along = band(normal.loc, value, (1, self._back), width, graph)
@@ -194,6 +192,16 @@ class LoopStates(Expansion):
             error = (value - normal.loc).expand(value.shape).double() / scale
             found = quadratic_of(slope.double(), bend, along, error, scale, width)
         return found if graph else found.detached()
+
+    def of_data(
+        self, sites: Mapping[str, Any], names: Sequence[str] = (), *, graph: bool = False
+    ) -> tuple[Tensor, Banded]:
+        """Returns the slope of the log density of children, by default of all, and minus its second derivatives."""
+        slope = self.take(sites, again=True, parts=names)[self.first]
+        reach = self._span - 1
+        with derivatives():
+            bend = band(slope, self.values[self.first], (-reach, reach), self._width, graph)
+            return slope, Banded(-0.5 * (bend.diagonal + bend.diagonal.mT), -bend.lower)
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         value = self.values[self.first]
@@ -279,6 +287,8 @@ def flaw_of_states(make: Callable[..., LoopStates], run: Callable[[Any], Mapping
         return "no mode of the states was found"
     parts = here.quadratic(sites, False)
     before = _heights(here, sites)
+    # each datum by itself, as others may hide what it does
+    of_data = {name: here.of_data(sites, [name]) for name in before if name != here.first}
     at = here.values[here.first].detach()
     is_exact = here.group.is_exact
     for place in PROBED_AT if is_exact else (NEARBY, *PROBED_AT):
@@ -286,22 +296,22 @@ def flaw_of_states(make: Callable[..., LoopStates], run: Callable[[Any], Mapping
         other = make(given={here.first: (mean + offset).to(at)})
         heights = _heights(other, run(other))
         moved = blocks((other.values[here.first].detach() - at).double(), here._width)
-        told = [
-            [(parts.slope * moved).sum(), -(moved * parts.bend.times(moved)).sum() / 2],
-            [
-                ((parts.whole_slope() - parts.slope) * moved).sum(),
-                -(moved * parts.prior_precision().times(moved)).sum() / 2,
-            ],
-        ]
-        for what, now, then, terms in zip(("data", "states"), heights, before, told):
-            if what == "data" and not is_exact and place != NEARBY:
+        told = {
+            name: _gains(blocks(slope.detach().double(), here._width), bend, moved)
+            for name, (slope, bend) in of_data.items()
+        }
+        own = parts.whole_slope() - parts.slope
+        told[here.first] = _gains(own, parts.prior_precision(), moved)
+        for name, terms in told.items():
+            if name != here.first and not is_exact and place != NEARBY:
                 continue  # about a mode they may be bent
+            now, then = heights[name], before[name]
             off = float((now - then - sum(terms)).abs())
             size = float(sum(term.abs() for term in terms))
             rounding = ROUNDING * torch.finfo(at.dtype).eps * float(then.abs() + size)
             share = NEARBY if place == NEARBY else TOLERANCE
             if not off <= share * size + rounding + TOLERANCE**2 * float(then.abs()):
-                return _NOT_GAUSSIAN.format(what, off, place)
+                return _NOT_GAUSSIAN.format(name, off, place)
     if is_exact or _is_concave(here, parts, make, run):
         return ""
     return "the log density of the data is not concave in the states, which may have several modes"
@@ -336,12 +346,17 @@ def _is_concave(
     return is_concave(line, rounding)
 
 
-def _heights(states: LoopStates, sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns the log densities of the children and of the states' prior, in nats."""
-    children = [states.density(sites, name) for name in states.group.children if name in sites]
-    prior = sites[states.first]["fn"].log_prob(states.values[states.first])
-    data: Any = sum(child.detach().double().sum() for child in children)
-    return data, prior.detach().double().sum()
+def _gains(slope: Tensor, bend: Banded, moved: Tensor) -> list[Tensor]:
+    """Returns what a density gains by a move to first and to second order."""
+    second = (moved * Banded(*(each.detach() for each in bend)).times(moved)).sum()
+    return [(slope * moved).sum(), -second / 2]
+
+
+def _heights(states: LoopStates, sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the log densities of each child and of the states' prior, in nats."""
+    found = {name: states.density(sites, name) for name in states.group.children if name in sites}
+    found[states.first] = sites[states.first]["fn"].log_prob(states.values[states.first])
+    return {name: each.detach().double().sum() for name, each in found.items()}
 
 
 def quadratic_of(

@@ -328,6 +328,16 @@ def wide(y):
         pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
 
 
+def with_a_threshold(y):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
+        if t == 4:
+            probs = torch.where(z > 0.3, 0.9999, 0.0001)
+            pyro.sample("high", dist.Bernoulli(probs), obs=torch.tensor(1.0))
+
+
 def mirrored(y):
     walk(y, lambda z: dist.Normal(z.square(), 0.3))  # -z is as likely as z
 
@@ -337,7 +347,9 @@ def robust(y):
 
 
 @pytest.mark.filterwarnings("ignore:Site 'z_1' depends on 'z_0'")
-@pytest.mark.parametrize("model", [detached, as_a_number, bent, wide, mirrored, robust])
+@pytest.mark.parametrize(
+    "model", [detached, as_a_number, bent, wide, with_a_threshold, mirrored, robust]
+)
 def test_near_misses_are_read_site_by_site(model):
     guide = AutoNaMIGuide(model)
     draw = guide(torch.randn(9))
