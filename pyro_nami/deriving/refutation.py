@@ -199,12 +199,24 @@ class Refutation:
             if group.is_loop:
                 is_discrete = group.form == "states enumerated"
                 flaw: Any = flaw_of_discrete if is_discrete else flaw_of_states
-                return flaw(self._about(group), run)
+                return flaw(self._about(group), run) or self._far_from_normal(group, run)
             if group.has_mode:
                 return self._flaw_about_mode(group, run)
             return self._flaw_at_points(group, run, own or {}, only)
         except Exception as error:  # noqa: BLE001  whatever a model does at values far out
             return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
+
+    def _far_from_normal(self, group: ConjugateGroup, run: Run) -> str:
+        """Returns that the posterior of a loop is far from Normal, which nothing corrects; empty if it is not."""
+        if group.drawn is group:
+            return ""
+        near: Any = self._about(group.drawn)()
+        near, _ = solved(near, run(near), run)
+        return (
+            ""
+            if near.is_near
+            else "data hardly tell some states, whose posterior is far from Normal"
+        )
 
     def _flaw_at_points(
         self, group: ConjugateGroup, run: Run, own: Mapping[str, Tensor], only: bool

@@ -346,9 +346,16 @@ def robust(y):
     walk(y, lambda z: dist.StudentT(2.0, z, 0.1))  # which may give a datum up, or follow it
 
 
+def loose(y):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, 2.0))
+        pyro.sample(f"y_{t}", dist.Poisson(z.exp()), obs=torch.zeros(()))  # no lower bound
+
+
 @pytest.mark.filterwarnings("ignore:Site 'z_1' depends on 'z_0'")
 @pytest.mark.parametrize(
-    "model", [detached, as_a_number, bent, wide, with_a_threshold, mirrored, robust]
+    "model", [detached, as_a_number, bent, wide, with_a_threshold, mirrored, robust, loose]
 )
 def test_near_misses_are_read_site_by_site(model):
     guide = AutoNaMIGuide(model)
