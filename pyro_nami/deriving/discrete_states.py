@@ -21,7 +21,11 @@ from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion, derivat
 from pyro_nami.factors.markov_categorical import MarkovCategorical
 from pyro_nami.factors.wrappers import base_of, innermost
 
-__all__ = ["DiscreteStates", "flaw_of_discrete"]
+__all__ = ["DiscreteStates"]
+
+
+# Nats that stand for a probability of zero: sums over any number of steps stay finite, and below all others.
+IMPOSSIBLE = -1e30
 
 
 class DiscreteStates(Expansion):
@@ -34,6 +38,7 @@ class DiscreteStates(Expansion):
 
     def __init__(self, group: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(group, *args, **kwargs)
+        self._args = (group, *args)
         self.count = None if self._given else group.elements[0]
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
@@ -67,14 +72,17 @@ class DiscreteStates(Expansion):
     def solve(self, sites: Mapping[str, Any]) -> None:
         with derivatives():
             after, data = self.tables(sites)
-            steps = (after + data.unsqueeze(-2)).unbind(-3)
+            pairs = after + data.unsqueeze(-2)
+            # finite, as a state without a way on would have no gradient
+            steps = pairs.clamp(min=IMPOSSIBLE).unbind(-3)
             message, found = torch.zeros_like(steps[0][..., 0, :]), []
             for step in reversed(steps):
                 whole = step + message.unsqueeze(-2)
                 message = whole.logsumexp(-1)
                 found.append(whole - message.unsqueeze(-1))
-            first, *rest = reversed(found)
-            self._first, self._logits = first[..., 0, :], torch.stack(rest, -3)
+            logits = torch.stack(found[::-1], -3)
+            logits = torch.where(pairs > IMPOSSIBLE, logits, -torch.inf)
+            self._first, self._logits = logits[..., 0, 0, :], logits[..., 1:, :, :]
         if not self.differentiable:
             self._first, self._logits = self._first.detach(), self._logits.detach()
 
@@ -94,36 +102,38 @@ class DiscreteStates(Expansion):
             self._sites_fn = sites[self.first]["fn"]
         return sites
 
+    def flaw(self, run: Callable[[Any], Mapping[str, Any]]) -> str:
+        """Returns why the states of a loop are not as this takes them; "" if they are.
 
-def flaw_of_discrete(
-    make: Callable[..., DiscreteStates], run: Callable[[Any], Mapping[str, Any]]
-) -> str:
-    """Returns why the states of a loop are not as `DiscreteStates` takes them; "" if they are; see `flaw_of_states`."""
-    here = make()
-    sites = run(here)
-    after, data = (each.detach() for each in here.tables(sites))
-    here.solve(sites)
-    if not bool(here._first.logsumexp(-1).isfinite().all()):
-        return "the data have no probability at any state"
-    *batch, size, count = data.shape
-    after, data = after.reshape(-1, size, count, count), data.reshape(-1, size, count)
-    steps = torch.arange(size, device=data.device)
-    each = torch.arange(len(data), device=data.device).unsqueeze(-1)  # instances of plates
-    for turn in (1, 2):
-        which = ((steps * (steps + turn)) // 2 + steps // 3 + turn * each + each // 2) % count
-        value = which.reshape(*batch, size).to(here.values[here.first])
-        other = make(given={here.first: value})
-        other_sites = run(other)
-        before = torch.cat((which[:, :1], which[:, :-1]), 1)
-        told = after[each, steps, before, which].sum() + data[each, steps, which].sum()
-        prior = other_sites[here.first]["fn"].log_prob(other.values[here.first]).double().sum()
-        densities = (
-            other.density(other_sites, name).double().sum()
-            for name in here.group.children
-            if name in other_sites
-        )
-        now = sum(densities, prior)
-        rounding = ROUNDING * torch.finfo(torch.float32).eps * (1 + now.abs())
-        if not bool((now - told).abs() <= TOLERANCE + rounding) and not bool(now == told):
-            return f"the log density of the states does not add up: it is off by {float((now - told).abs()):.2g} nats"
-    return ""
+        Args:
+            run: makes a run of the model for an expansion.
+        """
+        sites = run(self)
+        after, data = (table.detach() for table in self.tables(sites))
+        self.solve(sites)
+        if not bool(self._first.logsumexp(-1).isfinite().all()):
+            return "the data have no probability at any state"
+        *batch, size, count = data.shape
+        after, data = after.reshape(-1, size, count, count), data.reshape(-1, size, count)
+        steps = torch.arange(size, device=data.device)
+        instance = torch.arange(len(data), device=data.device).unsqueeze(-1)
+        for turn in (1, 2):
+            # states in which nothing repeats, others in each instance of a plate
+            which = (steps * (steps + turn)) // 2 + steps // 3 + turn * instance + instance // 2
+            which = which % count
+            value = which.reshape(*batch, size).to(self.values[self.first])
+            other = type(self)(*self._args, given={self.first: value})
+            now = other._height(run(other))
+            before = torch.cat((which[:, :1], which[:, :-1]), 1)
+            told = after[instance, steps, before, which].sum() + data[instance, steps, which].sum()
+            rounding = ROUNDING * torch.finfo(torch.float32).eps * (1 + now.abs())
+            off = (now - told).abs()
+            if not bool(off <= TOLERANCE + rounding) and not bool(now == told):
+                return f"the log density of the states does not add up: it is off by {float(off):.2g} nats"
+        return ""
+
+    def _height(self, sites: Mapping[str, Any]) -> Tensor:
+        """Returns the joint log density of the states and their data in nats."""
+        found = [sites[self.first]["fn"].log_prob(self.values[self.first])]
+        found += [self.density(sites, name) for name in self.group.children if name in sites]
+        return torch.stack([each.detach().double().sum() for each in found]).sum()

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import MAX_ERROR, MOST_RUNS, ROUNDING, Expansion, derivatives
-from pyro_nami.deriving.loop_states import Banded, LoopStates, band, quadratic_of, vector
+from pyro_nami.deriving.block_tridiagonal import solved_blocks
+from pyro_nami.deriving.expansion import (
+    MAX_ERROR,
+    MOST_RUNS,
+    ROUNDING,
+    Expansion,
+    derivatives,
+    irregular,
+    solved,
+)
+from pyro_nami.deriving.loop_states import (
+    PROBED_AT,
+    Banded,
+    LoopStates,
+    band,
+    quadratic_of,
+    vector,
+)
+from pyro_nami.deriving.newton import MODES_AT, is_concave
 from pyro_nami.factors.wrappers import base_of
 
 if TYPE_CHECKING:
@@ -22,6 +39,9 @@ __all__ = ["NEAREST_POINTS", "NearestStates", "StatesAboutMode"]
 # Points of each state, and rounds, by which the nearest Normal is found from the one about the mode: of 4,000 draws of
 # 400 volatilities 2,200 count then, 170 without; seven points and six rounds are as good.
 NEAREST_POINTS, NEAREST_ROUNDS = 3, 2
+# Where data are compared with their expansion about a mode, in deviations: so near that slopes and curvatures tell all
+# but that share.
+NEARBY = 0.1
 # Times that the first round may narrow a state: 1.05 for counts and volatilities; at 2 the Normal about the mode is
 # several nats off, at 10 thousands, as of states that their data hardly tell.
 MOST_NARROWED = 1.6
@@ -81,6 +101,47 @@ class StatesAboutMode(LoopStates):
         last = self.moved(value.detach() + self.step(self.quadratic(sites, True)).to(value))
         last._is_last, last.unfound = True, self.unfound
         return last
+
+    # ---- probing
+
+    def refuted(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
+        flaw = self.differs(sites, run, (NEARBY,), share=NEARBY)
+        flaw = flaw or self.differs(sites, run, PROBED_AT, [self.first])
+        if flaw:
+            return flaw
+        if not self._is_concave(sites, run):
+            return "the log density of the data is not concave in the states, which may have several modes"
+        if self.group.drawn is self.group:
+            return ""
+        mode = {self.first: self.mean().detach().to(self.values[self.first])}
+        near: Any = NearestStates(self.group.drawn, *self._args[1:], at=mode)
+        near, _ = solved(near, run(near), run)
+        return (
+            ""
+            if near.is_near
+            else "data hardly tell some states, whose posterior is far from Normal"
+        )
+
+    def _is_concave(
+        self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]
+    ) -> bool:
+        """Whether the log density of each row of data is concave along a line, over the width of the states' prior."""
+        parts, mean = self.quadratic(sites, False), self.mean().detach()
+        wide = solved_blocks(*parts.prior_precision(), torch.zeros_like(parts.slope)).diagonal
+        deviations = vector(wide.diagonal(dim1=-2, dim2=-1), mean).sqrt()
+        if self._span > 1:  # rows read several states, which then move apart
+            deviations = deviations * irregular(deviations.shape, deviations, 1)
+        places = sorted((0.0, *MODES_AT))
+        line = torch.tensor(places, dtype=mean.dtype, device=mean.device)
+        offsets = line.reshape(-1, *(1,) * mean.dim()) * deviations
+        states = self.given((mean + offsets).to(self.values[self.first]), len(places))
+        rows = states.rows(run(states))
+        del rows[self.first]
+        rounding = [each.nan_to_num(0.0, 0.0, 0.0).amax(0) for _, each in rows.values()]
+        heights = {place: [row[i] for row, _ in rows.values()] for i, place in enumerate(places)}
+        return is_concave(heights, rounding)
+
+    # ---- steps
 
     def _height(self, sites: Mapping[str, Any]) -> Tensor:
         """Returns the joint log density in nats of each batch, plates summed."""
@@ -143,10 +204,9 @@ class NearestStates(StatesAboutMode):
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         if self._about is None:
-            return super().solve(sites)
+            return super().solve(sites) or self._spread()
         mean, deviation = self._about
-        is_last = self._rounds == NEAREST_ROUNDS
-        graph = is_last and self.moves(sites)
+        graph = self.moves(sites)
         value, normal = self.values[self.first], base_of(sites[self.first]["fn"])
         points, weights = (each.reshape(-1, *(1,) * mean.dim()) for each in _hermite(mean))
         slope = self.take(sites, again=graph)[self.first].double()
@@ -161,18 +221,16 @@ class NearestStates(StatesAboutMode):
         if self._rounds == 1:
             change = (self.deviations().detach() / deviation).log().abs()
             self.is_near = bool((change <= math.log(MOST_NARROWED)).all())
-        return None if is_last else self._spread()
+        return None if self._rounds == NEAREST_ROUNDS else self._spread()
 
     def _enough(self) -> float:
-        return MAX_ERROR  # as further rounds follow
-
-    def after_search(self, sites: Mapping[str, Any]) -> NearestStates:
-        return self._spread()
+        # as further rounds follow, which gradients go through
+        return super()._enough() if self.differentiable else MAX_ERROR
 
     def _spread(self) -> NearestStates:
         """Returns the next round, which averages over what was found."""
         other = type(self)(*self._args, **self._kwargs)
-        mean, deviation = self.mean().detach().double(), self.deviations().detach().double()
+        mean, deviation = self.mean().double(), self.deviations().double()
         other.runs, other.xi, other.unfound = self.runs + 1, self.xi, self.unfound
         other._about, other._rounds = (mean, deviation), self._rounds + 1
         other.count, other.is_near = NEAREST_POINTS, self.is_near

@@ -12,7 +12,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,35 +30,32 @@ from pyro_nami.deriving.expansion import (
     solved,
     squeezed,
 )
-from pyro_nami.deriving.newton import is_concave
+from pyro_nami.deriving.joint_gaussian import MOST_CLOSER
+from pyro_nami.deriving.newton import rounding_of_rows
 from pyro_nami.factors.markov_normal import MarkovNormal
 from pyro_nami.factors.wrappers import base_of
+from pyro_nami.program.many_draws import ROUNDED_TERMS
+from pyro_nami.program.masks import rounding_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
 
 __all__ = [
+    "PROBED_AT",
     "Banded",
     "LoopStates",
     "Quadratic",
     "band",
     "blocks",
-    "flaw_of_states",
     "quadratic_of",
     "vector",
 ]
 
 # Where the log density is compared with its expansion, in deviations of the states; far, to see slow bends as well.
 PROBED_AT = (1.0, -3.0, 300.0)
-# The same where data may be bent: near enough for their slopes and curvatures to tell, to that share.
-NEARBY = 0.1
-# Where data are looked at for further modes: deviations of the prior of the states, of which four hold nearly all mass.
-CONCAVE_AT = (-4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
-# Times that exact states are expanded anew, from far away; see `joint_gaussian.MOST_CLOSER`.
-MOST_CLOSER = 3
 
 
-_NOT_GAUSSIAN = (
+_NOT_QUADRATIC = (
     "the log density of '{}' is not quadratic: it is off by {:.2g} nats {:g} deviations away"
 )
 
@@ -108,6 +105,13 @@ class Quadratic(NamedTuple):
             Banded(*(each.detach() for each in two)) for two in (self.bend, self.whitened)
         )
         return Quadratic(self.slope.detach(), bend, whitened, self.error.detach())
+
+    def gains_of_prior(self, moved: Tensor) -> list[Tensor]:
+        """Returns what each state's log density gains by a move of all, to first and to second order."""
+        own, before = self.whitened
+        back = pad(_times(before, moved[..., :-1, :]), (0, 0, 1, 0))
+        change = _times(own, moved) + back
+        return [-self.error * change, -change.square() / 2]
 
     def whole_slope(self) -> Tensor:
         """Returns the slope of the joint log density."""
@@ -229,6 +233,119 @@ class LoopStates(Expansion):
         self.mean_blocks, self.inverse = blocks(at.double(), self._width) + found.x, found
         return vector(found.x, at)
 
+    # ---- probing
+
+    def flaw(self, run: Callable[[Any], Mapping[str, Any]]) -> str:
+        """Returns why the states of a loop are not as this takes them; "" if they are.
+
+        Args:
+            run: makes a run of the model for an expansion.
+        """
+        here, sites = solved(self, run(self), run)
+        ends = here.mean() + here.deviations()
+        if here.unfound or not bool(ends.isfinite().all()):
+            return "no mode of the states was found"
+        flaw: str = here.refuted(sites, run)
+        return flaw
+
+    def refuted(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
+        """Returns why an expansion that is solved does not hold elsewhere; "" if it does."""
+        return self.differs(sites, run, PROBED_AT)
+
+    def differs(
+        self,
+        sites: Mapping[str, Any],
+        run: Callable[[Any], Mapping[str, Any]],
+        places: Sequence[float],
+        names: Collection[str] | None = None,
+        share: float = TOLERANCE,
+    ) -> str:
+        """Returns where a log density is not as its expansion says; "" if it is.
+
+        Each datum, and each state given those before it, is compared by itself, as others may hide what it does; data
+        that read several states are compared together.
+
+        Args:
+            sites: of the run that the expansion is of.
+            run: makes a run of the model for an expansion.
+            places: how far out, in deviations of the states.
+            names: of the data, or the states; by default all.
+            share: of the gain that may be another.
+        """
+        before = self.rows(sites)
+        names = before if names is None else names
+        parts = {name: self.of_data(sites, [name]) for name in names if name != self.first}
+        whole = self.quadratic(sites, False)
+        mean, deviations = self.mean().detach(), self.deviations().detach()
+        at = self.values[self.first].detach()
+        for place in places:
+            offset = place * deviations * irregular(deviations.shape, deviations, 1)
+            other = self.given((mean + offset).to(at))
+            after = other.rows(run(other))
+            moved = (other.values[self.first].detach() - at).double()
+            for name in names:
+                reads = self._reads(sites[name])
+                if name == self.first:
+                    gains = whole.gains_of_prior(blocks(moved, self._width))
+                    gains = [vector(each, moved) for each in gains]
+                else:
+                    gains = self._gains(*parts[name], moved, reads)
+                (then, _), (now, rounding) = before[name], after[name]
+                if reads is None:
+                    then, now, rounding = then.sum(), now.sum(), rounding.sum()
+                off = (now - then - sum(gains)).abs()
+                size: Any = sum(gain.abs() for gain in gains)
+                rounding = rounding + ROUNDING * torch.finfo(at.dtype).eps * size
+                if not bool((off <= share * size + rounding + TOLERANCE**2 * then.abs()).all()):
+                    return _NOT_QUADRATIC.format(name, float(off.max()), place)
+        return ""
+
+    def given(self, value: Tensor, count: int | None = None) -> Self:
+        """Returns an expansion about other values of the states, of which nothing is known yet.
+
+        Args:
+            value: of the states.
+            count: number of points, along the first dim; None without such a dim.
+        """
+        other = type(self)(*self._args, **{**self._kwargs, "given": {self.first: value}})
+        other.count = count
+        return other
+
+    def rows(self, sites: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns the log densities in nats of each row of data, and of each state given those before it.
+
+        Behind each is how far rounding may take it.
+        """
+        found = {}
+        for name in (*filter(sites.__contains__, self.group.children), self.first):
+            site = sites[name]
+            if "part" in site:  # one of a loop as a whole, whose rows are those of its steps
+                site = {**site, "fn": base_of(site["fn"])}
+            each = self.weighted(site["fn"].log_prob(site["value"]), sites, name).detach()
+            rounding = rounding_of_rows(each, site)
+            if (off := rounding_of(site)) is not None:
+                error = ((site["value"] - site["fn"].loc) / site["fn"].scale).detach().abs()
+                rounding = rounding + ROUNDED_TERMS * off * (1 + error)
+            found[name] = each.double(), rounding
+        return found
+
+    def _reads(self, site: Mapping[str, Any]) -> Sequence[int] | slice | None:
+        """Returns which elements of the states rows read, one each; None where they read several, or share one."""
+        if site["name"] == self.first:
+            return slice(None)
+        reads = site["part"].reads if "part" in site and self._span == 1 else ()
+        is_one = bool(reads) and min(reads) >= 0 and len(set(reads)) == len(reads)
+        return list(reads) if is_one else None
+
+    def _gains(
+        self, slope: Tensor, bend: Banded, moved: Tensor, reads: Sequence[int] | slice | None
+    ) -> list[Tensor]:
+        """Returns what data gain by a move of the states, to first and to second order: by row, or all together."""
+        slope = slope.detach().double()
+        bent = Banded(*(each.detach() for each in bend)).times(blocks(moved, self._width))
+        gains = [slope * moved, -moved * vector(bent, moved) / 2]
+        return [gain.sum() if reads is None else gain[..., reads] for gain in gains]
+
     # ---- what was found
 
     def conditional(
@@ -271,92 +388,6 @@ class LoopStates(Expansion):
         rows = value.flatten(0, batch - 1)
         finite = rows.flatten(1).isfinite().all(1)
         return {self.first: rows[int(finite.double().argmax())]} if bool(finite.any()) else {}
-
-
-def flaw_of_states(make: Callable[..., LoopStates], run: Callable[[Any], Mapping[str, Any]]) -> str:
-    """Returns why the states of a loop are not as `LoopStates` takes them; "" if they are.
-
-    Args:
-        make: makes an expansion of the group.
-        run: makes a run of the model for one.
-    """
-    first = make()
-    here, sites = solved(first, run(first), run)
-    mean, deviations = here.mean().detach(), here.deviations().detach()
-    if not bool((mean + deviations).isfinite().all()) or here.unfound:
-        return "no mode of the states was found"
-    parts = here.quadratic(sites, False)
-    before = _heights(here, sites)
-    # each datum by itself, as others may hide what it does
-    of_data = {name: here.of_data(sites, [name]) for name in before if name != here.first}
-    at = here.values[here.first].detach()
-    is_exact = here.group.is_exact
-    for place in PROBED_AT if is_exact else (NEARBY, *PROBED_AT):
-        offset = place * deviations * irregular(deviations.shape, deviations, 1)
-        other = make(given={here.first: (mean + offset).to(at)})
-        heights = _heights(other, run(other))
-        moved = blocks((other.values[here.first].detach() - at).double(), here._width)
-        told = {
-            name: _gains(blocks(slope.detach().double(), here._width), bend, moved)
-            for name, (slope, bend) in of_data.items()
-        }
-        own = parts.whole_slope() - parts.slope
-        told[here.first] = _gains(own, parts.prior_precision(), moved)
-        for name, terms in told.items():
-            if name != here.first and not is_exact and place != NEARBY:
-                continue  # about a mode they may be bent
-            now, then = heights[name], before[name]
-            off = float((now - then - sum(terms)).abs())
-            size = float(sum(term.abs() for term in terms))
-            rounding = ROUNDING * torch.finfo(at.dtype).eps * float(then.abs() + size)
-            share = NEARBY if place == NEARBY else TOLERANCE
-            if not off <= share * size + rounding + TOLERANCE**2 * float(then.abs()):
-                return _NOT_GAUSSIAN.format(name, off, place)
-    if is_exact or _is_concave(here, parts, make, run):
-        return ""
-    return "the log density of the data is not concave in the states, which may have several modes"
-
-
-def _is_concave(
-    here: LoopStates,
-    parts: Quadratic,
-    make: Callable[..., LoopStates],
-    run: Callable[[Any], Mapping[str, Any]],
-) -> bool:
-    """Whether the log density of each datum is concave along a line, over the width of the states' prior."""
-    mean = here.mean().detach()
-    wide = solved_blocks(*parts.prior_precision(), torch.zeros_like(parts.slope)).diagonal
-    deviations = vector(wide.diagonal(dim1=-2, dim2=-1), mean).sqrt()
-    if here.group.band[2] > 1:  # data read several states, which then move apart
-        deviations = deviations * irregular(deviations.shape, deviations, 1)
-    places = torch.tensor(CONCAVE_AT, dtype=mean.dtype, device=mean.device)
-    offsets = places.reshape(-1, *(1,) * mean.dim()) * deviations
-    at = here.values[here.first]
-    states = make(given={here.first: (mean + offsets).to(at)})
-    states.count = len(places)
-    sites = run(states)
-    rows = []
-    for name in filter(sites.__contains__, here.group.children):
-        site = sites[name]
-        fn = base_of(site["fn"]) if "part" in site else site["fn"]
-        rows.append(fn.log_prob(site["value"]).detach().double())
-    eps = torch.finfo(at.dtype).eps
-    rounding = [ROUNDING * eps * (10 + row.abs().nan_to_num(0.0, 0.0, 0.0).amax(0)) for row in rows]
-    line = {place: [row[i] for row in rows] for i, place in enumerate(CONCAVE_AT)}
-    return is_concave(line, rounding)
-
-
-def _gains(slope: Tensor, bend: Banded, moved: Tensor) -> list[Tensor]:
-    """Returns what a density gains by a move to first and to second order."""
-    second = (moved * Banded(*(each.detach() for each in bend)).times(moved)).sum()
-    return [(slope * moved).sum(), -second / 2]
-
-
-def _heights(states: LoopStates, sites: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the log densities of each child and of the states' prior, in nats."""
-    found = {name: states.density(sites, name) for name in states.group.children if name in sites}
-    found[states.first] = sites[states.first]["fn"].log_prob(states.values[states.first])
-    return {name: each.detach().double().sum() for name, each in found.items()}
 
 
 def quadratic_of(

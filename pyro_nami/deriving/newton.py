@@ -35,8 +35,10 @@ from pyro_nami.program.masks import without_gaps
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
 
-__all__ = ["LOST", "Newton", "has_one_mode", "is_concave"]
+__all__ = ["LOST", "MODES_AT", "Newton", "has_one_mode", "is_concave", "rounding_of_rows"]
 
+# Where further modes are looked for about a mode, in deviations of the priors, of which 4 have nearly all mass.
+MODES_AT = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))
 # Nats that a step would still gain, or that rounding takes, where no mode is found. Ten times less is met near modes.
 LOST = 1e4
 
@@ -306,15 +308,23 @@ class Newton(JointGaussian):
 
     def rounding(self, sites: Mapping[str, Any]) -> list[Tensor]:
         """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
-        found = []
-        for name in filter(sites.__contains__, self.group.children):
-            density = self.density(sites, name).detach()
-            value = without_gaps(sites[name]).detach().double().nan_to_num().abs()
-            events = len(sites[name]["fn"].event_shape)
-            value = value.flatten(-events).norm(dim=-1) if events else value
-            terms = 10 + value * value.log1p() + 0.1 * density.abs().double().nan_to_num()
-            found.append(ROUNDING * torch.finfo(density.dtype).eps * terms)
-        return found
+        names = filter(sites.__contains__, self.group.children)
+        return [rounding_of_rows(self.density(sites, name), sites[name]) for name in names]
+
+
+def rounding_of_rows(density: Tensor, site: Mapping[str, Any], events: int | None = None) -> Tensor:
+    """Returns how far rounding may take the log densities of rows of data, in nats, as `Newton.rounding` has it.
+
+    Args:
+        density: of the rows.
+        site: of the data.
+        events: on the right of values, the dims of a row; by default those of the site's event.
+    """
+    value = without_gaps(site).detach().double().nan_to_num().abs()
+    events = len(site["fn"].event_shape) if events is None else events
+    value = value.flatten(-events).norm(dim=-1) if events else value
+    terms = 10 + value * value.log1p() + 0.1 * density.detach().abs().double().nan_to_num()
+    return ROUNDING * torch.finfo(density.dtype).eps * terms
 
 
 def _beyond_rounding(value: Tensor, start: Tensor) -> Tensor:

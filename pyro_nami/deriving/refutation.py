@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_nami.deriving.bounded import LinearBernoulli
 from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.discrete_states import DiscreteStates, flaw_of_discrete
+from pyro_nami.deriving.discrete_states import DiscreteStates
 from pyro_nami.deriving.enumeration import Enumeration
 from pyro_nami.deriving.expansion import (
     MOST_RUNS,
@@ -29,8 +29,8 @@ from pyro_nami.deriving.expansion import (
 from pyro_nami.deriving.exponential_families import ByStatistics
 from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.loop_modes import NearestStates, StatesAboutMode
-from pyro_nami.deriving.loop_states import LoopStates, flaw_of_states
-from pyro_nami.deriving.newton import LOST, Newton, has_one_mode, is_concave
+from pyro_nami.deriving.loop_states import LoopStates
+from pyro_nami.deriving.newton import LOST, MODES_AT, Newton, has_one_mode, is_concave
 from pyro_nami.deriving.quadrature import INACCURATE, Tabulated
 from pyro_nami.program.first_run import is_node
 from pyro_nami.program.flat_priors import CUT, MOST_LOST
@@ -40,9 +40,7 @@ from pyro_nami.program.runner import RunModel
 
 __all__ = ["OPEN", "Refutation", "expansion_of"]
 
-# Where further modes are looked for about a mode, in deviations of the priors, of which 4 have nearly all mass.
-MODES_AT = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))
-# The same where priors are flat, in deviations that data leave, up to 3,000 of them.
+# Where further modes are looked for, as at `MODES_AT`, where priors are flat: deviations that data leave, up to 3,000.
 FAR_MODES_AT = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))
 # Points, or derivatives, times rows of data: of more, steps of training take too long beside those of other guides.
 MOST_WORK = 4e5
@@ -197,26 +195,13 @@ class Refutation:
 
         try:
             if group.is_loop:
-                is_discrete = group.form == "states enumerated"
-                flaw: Any = flaw_of_discrete if is_discrete else flaw_of_states
-                return flaw(self._about(group), run) or self._far_from_normal(group, run)
+                states: Any = self._about(group)()
+                return states.flaw(run)
             if group.has_mode:
                 return self._flaw_about_mode(group, run)
             return self._flaw_at_points(group, run, own or {}, only)
         except Exception as error:  # noqa: BLE001  whatever a model does at values far out
             return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
-
-    def _far_from_normal(self, group: ConjugateGroup, run: Run) -> str:
-        """Returns that the posterior of a loop is far from Normal, which nothing corrects; empty if it is not."""
-        if group.drawn is group:
-            return ""
-        near: Any = self._about(group.drawn)()
-        near, _ = solved(near, run(near), run)
-        return (
-            ""
-            if near.is_near
-            else "data hardly tell some states, whose posterior is far from Normal"
-        )
 
     def _flaw_at_points(
         self, group: ConjugateGroup, run: Run, own: Mapping[str, Tensor], only: bool

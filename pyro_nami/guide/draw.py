@@ -115,7 +115,8 @@ def draw_fresh(current: Pass) -> dict[str, Tensor]:
     target: TrainedAnswer = current.call.target
     if not target.fresh:
         return {}
-    rules = {name: Prior(name) for name in target.fresh}
+    names = current.plan.loops.names_of(target.fresh)
+    rules = {name: Prior(name) for name in names}
     seen = current.outside
     outside = Outside(seen.relocation, seen.sizes, validate=seen.validate)
     known = current.plan, target.call, current.state
@@ -142,7 +143,7 @@ def _draw_along(current: Pass) -> None:
     for drawn, group in stages_of(current.rules, current.values):
         if drawn:
             run = _DrawingRun(drawn, current)
-            current.call.program.run(run)
+            current.call.program.play(run)
             if run.missing:
                 raise ValueError(missing_site(min(run.missing)))
         if group is not None:

@@ -158,7 +158,8 @@ class Loops(NamedTuple):
         ...         z = pyro.sample(f"z_{t}", dist.Normal(z, 1.0))
         >>> names = tuple(f"z_{t}" for t in range(3))
         >>> loops = Loops((LoopSites("z[time]", names, (torch.Size(),) * 3, False, 1),))
-        >>> sites = loops.run(Runner({"z[time]": torch.arange(3.0)}), model, (range(3),), {})
+        >>> loops.prepare(runner := Runner({"z[time]": torch.arange(3.0)}))
+        >>> sites = loops.messages(runner.run(model, (range(3),), {}))
         >>> list(sites), innermost(sites["z[time]"]["fn"]).loc
         (['z[time]'], tensor([0., 0., 1.]))
     """
@@ -216,16 +217,14 @@ class Loops(NamedTuple):
                 found[held.name] = part.message([sites[each] for each in part.sites])
         return found
 
-    def run(
-        self, runner: Runner, model: Callable, args: tuple, kwargs: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Runs a model, with values of loops as a whole, to the ends of loops; returns its sites likewise."""
+    def prepare(self, runner: Runner) -> None:
+        """Gives a runner the values, and the ends, of the sites in place of those of loops as a whole."""
+        if not self:
+            return
         runner.values = self.split(runner.values)
         if runner.until is not None:
-            runner.until = self.names_of(list(runner.until))
+            runner.until = self.names_of(runner.until)
             runner.restart()
-        is_whole = runner.until is None
-        return self.messages(runner.run(model, args, kwargs), is_whole)
 
 
 NO_LOOPS = Loops()

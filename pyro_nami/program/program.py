@@ -49,10 +49,16 @@ class Program(NamedTuple):
         return tree_leaves([*self.args, *self.kwargs.values(), *self.kwargs])
 
     def run(self, runner: Runner) -> dict[str, Any]:
-        """Runs the model as the runner says; returns its sample sites, as a trace holds them."""
-        if not self.loops:
-            return runner.run(self.model, self.args, self.kwargs)
-        return self.loops.run(runner, self.model, self.args, self.kwargs)
+        """Runs the model as the runner says; returns its sample sites as a trace holds them, loops as one site each."""
+        self.play(runner)
+        return (
+            self.loops.messages(runner.sites, runner.until is None) if self.loops else runner.sites
+        )
+
+    def play(self, runner: Runner) -> None:
+        """Runs the model as the runner says, which may show its sites, each by itself, to handlers outside."""
+        self.loops.prepare(runner)
+        runner.run(self.model, self.args, self.kwargs)
 
     def prior_draws(self, count: int) -> list[dict[str, Tensor]]:
         """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where the model fails at some.

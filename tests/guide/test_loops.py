@@ -338,6 +338,22 @@ def with_a_threshold(y):
             pyro.sample("high", dist.Bernoulli(probs), obs=torch.tensor(1.0))
 
 
+def with_a_jump(y):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 0.5))
+        loc = z + 3 * (z > 0.3) if t == 4 else z
+        pyro.sample(f"y_{t}", dist.Normal(loc, 0.7), obs=y[t])
+
+
+def with_a_turn(y):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        loc = z + 3 * (z > 0.3) if t == 4 else z
+        z = pyro.sample(f"z_{t}", dist.Normal(loc, 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
+
+
 def mirrored(y):
     walk(y, lambda z: dist.Normal(z.square(), 0.3))  # -z is as likely as z
 
@@ -355,7 +371,19 @@ def loose(y):
 
 @pytest.mark.filterwarnings("ignore:Site 'z_1' depends on 'z_0'")
 @pytest.mark.parametrize(
-    "model", [detached, as_a_number, bent, wide, with_a_threshold, mirrored, robust, loose]
+    "model",
+    [
+        detached,
+        as_a_number,
+        bent,
+        wide,
+        with_a_threshold,
+        with_a_jump,
+        with_a_turn,
+        mirrored,
+        robust,
+        loose,
+    ],
 )
 def test_near_misses_are_read_site_by_site(model):
     guide = AutoNaMIGuide(model)
@@ -516,3 +544,80 @@ def test_states_that_another_call_observes_are_told(given):
     guide(torch.randn(9), {})
     with pytest.raises(ValueError, match="Expected latent 'z_"):
         guide(torch.randn(9), given)
+
+
+def test_gradients_of_the_nearest_normal():
+    torch.manual_seed(0)
+    y = torch.poisson((0.4 * torch.randn(12, dtype=torch.float64)).cumsum(0).exp())
+
+    def model():
+        scale = pyro.param("scale", torch.tensor(0.5, dtype=torch.float64))
+        z = torch.zeros((), dtype=torch.float64)
+        for t in range(12):
+            z = pyro.sample(f"z_{t}", dist.Normal(z, scale))
+            pyro.sample(f"y_{t}", dist.Poisson(z.exp()), obs=y[t])
+
+    pyro.clear_param_store()
+    guide = AutoNaMIGuide(model)
+    guide()
+
+    def loss(scale):
+        pyro.set_rng_seed(0)
+        pyro.get_param_store()["scale"] = torch.tensor(scale, dtype=torch.float64)
+        drawn = poutine.trace(guide).get_trace()
+        joint = poutine.trace(poutine.replay(model, drawn)).get_trace()
+        return joint.log_prob_sum() - drawn.log_prob_sum()
+
+    step = 1e-4
+    told = (float(loss(0.5 + step)) - float(loss(0.5 - step))) / (2 * step)
+    gradient = gradient_of(loss)
+    assert gradient == pytest.approx(told, rel=1e-3)
+
+
+def gradient_of(loss):
+    """Returns the derivative of a loss by the parameter that it sets."""
+    total = loss(0.5)
+    (found,) = torch.autograd.grad(total, pyro.get_param_store()._params["scale"])
+    return float(found)
+
+
+def test_a_state_without_a_way_on_has_a_gradient():
+    def model(y):
+        means = pyro.param("means", torch.tensor([0.0, 2.0, 4.0]))
+        turns = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+        seen = torch.tensor([1.0, 1.0, 0.0])  # nothing is seen of the last
+        x = 0
+        for t in range(8):
+            x = pyro.sample(f"x_{t}", dist.Categorical(turns[x]))
+            pyro.sample(f"y_{t}", dist.Normal(means[x], 1.0).mask(True), obs=y[t])
+            pyro.sample(f"s_{t}", dist.Bernoulli(seen[x]), obs=torch.tensor(1.0))
+
+    pyro.clear_param_store()
+    guide = AutoNaMIGuide(model)
+    y = torch.zeros(8)
+    loss = Trace_ELBO().differentiable_loss(model, guide, y)
+    (found,) = torch.autograd.grad(loss, pyro.get_param_store()._params["means"])
+    assert guide.rules["x[time]"].rule == "exact"
+    assert found.isfinite().all()
+
+
+def test_another_number_of_series_after_training():
+    def model(y):
+        step = pyro.sample("step", dist.HalfNormal(1.0))
+        with pyro.plate("series", y.shape[0]):
+            z = torch.zeros(())
+            for t in range(8):
+                z = pyro.sample(f"z_{t}", dist.Normal(z, step))
+                pyro.sample(f"y_{t}", dist.Normal(z, 0.5), obs=y[:, t])
+
+    torch.manual_seed(0)
+    pyro.clear_param_store()
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    y = torch.randn(4, 8).cumsum(1)
+    for _ in range(2):
+        svi.step(y)
+    with pytest.warns(UserWarning, match="plate 'series' has 3 instances, 4 in training"):
+        found = Predictive(model, guide=guide, num_samples=5)(y[:3] + 50)
+    assert found["z_7"].shape == (5, 3)
+    assert found["z_7"].abs().max() < 20  # from the prior, as other plates, not from these data
