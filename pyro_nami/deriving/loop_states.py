@@ -149,9 +149,11 @@ class LoopStates(Expansion):
 
     Attributes:
         unfound: whether no mode was found.
+        unsolved: what is said of states for which this has no solution.
     """
 
     unfound = False
+    unsolved = "the log density of the data is not quadratic in the states: it is curved upwards"
 
     def __init__(
         self, group: Any, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any
@@ -244,7 +246,7 @@ class LoopStates(Expansion):
         here, sites = solved(self, run(self), run)
         ends = here.mean() + here.deviations()
         if here.unfound or not bool(ends.isfinite().all()):
-            return "no mode of the states was found"
+            return self.unsolved
         flaw: str = here.refuted(sites, run)
         return flaw
 

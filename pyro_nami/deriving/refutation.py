@@ -160,6 +160,18 @@ class Refutation:
             densities = [probe.density(sites, name) for name in probe.until]
         return parameters_of(*densities, but=probe.values.values())
 
+    def several_modes(self, group: ConjugateGroup, draw: Mapping[str, Tensor]) -> str:
+        """Returns why the states of a loop may have several modes, given a draw of what they need; "" if not."""
+        drawn = {name: draw[name] for name in (*group.children, *group.needed) if name in draw}
+
+        def run(expansion: Any) -> Mapping[str, Any]:
+            return expansion.sites(self.run, drawn)
+
+        states = self._about(group)()
+        states, sites = solved(states, run(states), run)
+        found: str = states.several_modes(sites, run)
+        return found
+
     def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
         """Returns the flaw that the model has with other parameters, which may be zero as yet and will be learned."""
         parameters = self.parameters(group, drawn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, NamedTuple
@@ -81,14 +82,11 @@ def assemble(
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         program = Program(model, args, kwargs)
         first = first_call(program, options, subsampled, layers, lifted=_may_lift(options))
-        search = search_forms(first, {}, {}) if first.program.loops else None
-        if (
-            search is not None
-            and not search.order.groups.keys() >= first.program.loops.states.keys()
-        ):
-            first = first_call(program, options, subsampled, layers, lifted=False)
-            search = None
-        found = _found(first) if search is None else _found_beside(first, {}, search)
+        found = _found_in_loops(first) if first.program.loops else None
+        if found is None:
+            if first.program.loops:
+                first = first_call(program, options, subsampled, layers, lifted=False)
+            found = _found(first)
         if found.plan.sampling.lost and (mapped := first.mapped()):
             further = _found(mapped)
             # else steps are faster without
@@ -118,6 +116,24 @@ def _may_lift(options: Options) -> bool:
     return (
         is_plain and is_fixed and options.exact and options.anchor and not (named or options.rules)
     )
+
+
+def _found_in_loops(first: FirstCall) -> Assembled | None:
+    """Returns the plan of a model with loops; None if their states have no derived conditional, or several modes."""
+    search = search_forms(first, {}, {})
+    states = first.program.loops.states.keys()
+    if search.finder is None or not search.order.groups.keys() >= states:
+        return None
+    found = _found_beside(first, {}, search)
+    located = {
+        group for name, group in found.plan.groups.items() if name in states and group.is_located
+    }
+    for group, kept in itertools.product(located, found.tables.values()):
+        # which is nearer to the posterior than the draws that forms were tested at
+        draw = {**first.draws[0], **{name: both[0] for name, both in kept.values.items()}}
+        if search.finder.tests.several_modes(group, draw):
+            return None
+    return found
 
 
 def _found(first: FirstCall) -> Assembled:

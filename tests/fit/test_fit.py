@@ -303,6 +303,57 @@ def test_a_long_loop_takes_few_runs():
     assert float(posterior.log_evidence) == pytest.approx(float(expected), abs=0.01)
 
 
+def robust_walk(y):
+    step, noise = (pyro.sample(name, dist.HalfNormal(0.5)) for name in ("step", "noise"))
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, step))
+        pyro.sample(f"y_{t}", dist.StudentT(4.0, z, noise), obs=y[t])
+
+
+def by_a_filter(y):
+    """The posterior of `robust_walk` by a filter over 400 values of the state, at 40 values of each scale.
+
+    Returns:
+        The log evidence in nats, and mean and deviation of step, noise and the last state.
+    """
+    places = torch.linspace(-4.0, 4.0, 400, dtype=torch.float64)
+    scales = torch.linspace(0.01, 1.6, 40, dtype=torch.float64)
+    turns = dist.Normal(places, scales[:, None, None]).log_prob(places[:, None]).softmax(1)
+    likelihoods = [dist.StudentT(4.0, places, scales[:, None]).log_prob(v).exp() for v in y]
+    state = dist.Normal(0.0, scales[:, None]).log_prob(places).exp()[:, None] * likelihoods[0]
+    prior = dist.HalfNormal(0.5).log_prob(scales)
+    height = prior[:, None] + prior + (places[1] - places[0]).log()
+    height = height + 2 * (scales[1] - scales[0]).log()
+    for likelihood in likelihoods[1:]:
+        state = torch.einsum("sij,srj->sri", turns, state) * likelihood
+    total = state.sum(-1)
+    height = height + total.log()
+    weights = height.flatten().softmax(0).reshape(height.shape)
+    numbers = [
+        (scales[:, None].expand(height.shape), weights),
+        (scales.expand(height.shape), weights),
+        (places.expand(state.shape), weights[..., None] * state / total[..., None]),
+    ]
+    means = [float((x * w).sum()) for x, w in numbers]
+    variances = [float(((x - m).square() * w).sum()) for m, (x, w) in zip(means, numbers)]
+    return height.logsumexp((0, 1)), [(m, v**0.5) for m, v in zip(means, variances)]
+
+
+def test_a_robust_loop_against_a_filter_on_a_grid():
+    """Student's t, whose log density is not concave, has one mode here: the loop is held as one."""
+    torch.manual_seed(3)
+    y = (0.3 * torch.randn(30)).cumsum(0) + 0.3 * dist.StudentT(4.0).sample((30,))
+    posterior = fitted(robust_walk, y)
+    assert posterior.verdict.is_trusted
+    assert posterior.guide.rules["z[time]"].rule == "newton"
+    evidence, expected = by_a_filter(y.double())
+    assert float(posterior.log_evidence) == pytest.approx(float(evidence), abs=0.05)
+    for name, (mean, deviation) in zip(("step", "noise", "z_29"), expected):
+        assert float(posterior[name].mean()) == pytest.approx(mean, abs=0.1 * deviation)
+        assert float(posterior[name].std()) == pytest.approx(deviation, rel=0.1)
+
+
 def robust_schools(y, sigma):
     """Effects with heavy tails under a scale: a funnel, which no Normal vector is near."""
     mu, tau = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("tau", dist.HalfCauchy(5.0))

@@ -12,7 +12,7 @@ from pyro import poutine
 from pyro.infer import SVI, Importance, JitTrace_ELBO, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
-from pyro_nami import AutoNaMIGuide
+from pyro_nami import AutoNaMIGuide, importance_sample
 
 STEPS = 14
 
@@ -250,6 +250,25 @@ def test_counts_are_near_their_posterior_and_networks_do_not_grow():
         log_weights.append(float(joint.log_prob_sum() - trace.log_prob_sum()))
     spread = torch.tensor(log_weights).std()
     assert spread < 0.5  # nats; about the mode alone it is 0.8
+
+
+def narrow(y):
+    step, noise = (pyro.sample(name, dist.HalfNormal(0.5)) for name in ("step", "noise"))
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, step))
+        pyro.sample(f"y_{t}", dist.StudentT(4.0, z, noise), obs=y[t])
+
+
+def test_curvatures_that_leave_no_normal_are_cut():
+    """Averaged over states, heavy tails of small scales curve upwards by more than the prior holds."""
+    torch.manual_seed(1)
+    y = (0.3 * torch.randn(16)).cumsum(0) + 0.3 * dist.StudentT(4.0).sample((16,))
+    guide = AutoNaMIGuide(narrow)
+    pyro.set_rng_seed(0)
+    draws = importance_sample(narrow, guide, y, num_samples=1000)
+    assert guide.rules["z[time]"].rule == "newton"
+    assert bool(draws.log_weights.isfinite().all())
 
 
 TURNS = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
