@@ -24,7 +24,7 @@ from pyro_nami.deriving.loop_states import (
     PROBED_AT,
     Banded,
     LoopStates,
-    band,
+    banded_derivatives,
     quadratic_of,
     vector,
 )
@@ -87,7 +87,7 @@ class StatesAboutMode(LoopStates):
         value, parts = self.values[self.first], self.quadratic(sites, False)
         way = self.step(parts)
         if not bool(way.isfinite().all()):
-            way = self.step(parts._replace(bend=_positive(parts.bend)))
+            way = self.step(parts._replace(curvature=_positive(parts.curvature)))
         gain = self._of_sets((way * vector(parts.whole_slope(), value)).sum(-1)) / 2
         going = gain > self._enough()
         if bool(going.any()) and self.runs < MOST_RUNS:
@@ -274,16 +274,19 @@ class NearestStates(StatesAboutMode):
         slope = self.take(sites, again=graph)[self.first].double()
         with derivatives():
             loc = (weights * normal.loc.expand(value.shape)).sum(0)
-            along = band(loc.to(value), value, (1, self._back), self._width, graph)
+            along = banded_derivatives(loc.to(value), value, (1, self._back), self._width, graph)
             along = Banded(*(each.sum(0) for each in along))
-            average, bend = (weights * slope).sum(0), -(weights * points * slope).sum(0) / deviation
+            average, curvature = (
+                (weights * slope).sum(0),
+                -(weights * points * slope).sum(0) / deviation,
+            )
             scale = normal.scale.expand(value.shape)[0].double()
             error = (mean - loc) / scale
-        is_proper = torch.ones_like(bend[..., :1], dtype=torch.bool)
+        is_proper = torch.ones_like(curvature[..., :1], dtype=torch.bool)
         for _ in range(2):
             with derivatives():
-                bend = torch.where(is_proper, bend, bend.clamp(min=0.0))
-                parts = quadratic_of(average, bend, along, error, scale, self._width)
+                curvature = torch.where(is_proper, curvature, curvature.clamp(min=0.0))
+                parts = quadratic_of(average, curvature, along, error, scale, self._width)
             self.step(parts if graph else parts.detached(), mean)
             is_proper = self.deviations().detach().isfinite().all(-1, keepdim=True)
             if bool(is_proper.all()):
@@ -307,11 +310,12 @@ class NearestStates(StatesAboutMode):
         return other
 
 
-def _positive(bend: Banded) -> Banded:
+def _positive(curvature: Banded) -> Banded:
     """Returns blocks (t, t) with positive eigenvalues alone: steps are uphill then, where data are not concave."""
-    values, vectors = torch.linalg.eigh(bend.diagonal)
+    values, vectors = torch.linalg.eigh(curvature.diagonal)
     return Banded(
-        (vectors * values.clamp(min=0.0).unsqueeze(-2)) @ vectors.mT, torch.zeros_like(bend.lower)
+        (vectors * values.clamp(min=0.0).unsqueeze(-2)) @ vectors.mT,
+        torch.zeros_like(curvature.lower),
     )
 
 

@@ -45,7 +45,7 @@ __all__ = [
     "Banded",
     "LoopStates",
     "Quadratic",
-    "band",
+    "banded_derivatives",
     "blocks",
     "quadratic_of",
     "vector",
@@ -78,13 +78,13 @@ class Quadratic(NamedTuple):
 
     Attributes:
         slope: of the children's log density, ``(*batch, n, m)``.
-        bend: minus its second derivatives.
+        curvature: minus its second derivatives.
         whitened: of the prior, (I - J) / scale as blocks (t, t) and (t, t - 1), with J the slopes of locations.
         error: (value - location) / scale.
     """
 
     slope: Tensor
-    bend: Banded
+    curvature: Banded
     whitened: Banded
     error: Tensor
 
@@ -97,14 +97,14 @@ class Quadratic(NamedTuple):
     def precision(self) -> Banded:
         """Returns the precision of the Normal with these second derivatives."""
         prior = self.prior_precision()
-        return Banded(prior.diagonal + self.bend.diagonal, prior.lower + self.bend.lower)
+        return Banded(prior.diagonal + self.curvature.diagonal, prior.lower + self.curvature.lower)
 
     def detached(self) -> Quadratic:
         """Returns the same without gradients."""
-        bend, whitened = (
-            Banded(*(each.detach() for each in two)) for two in (self.bend, self.whitened)
+        curvature, whitened = (
+            Banded(*(each.detach() for each in two)) for two in (self.curvature, self.whitened)
         )
-        return Quadratic(self.slope.detach(), bend, whitened, self.error.detach())
+        return Quadratic(self.slope.detach(), curvature, whitened, self.error.detach())
 
     def gains_of_prior(self, moved: Tensor) -> list[Tensor]:
         """Returns what each state's log density gains by a move of all, to first and to second order."""
@@ -186,17 +186,17 @@ class LoopStates(Expansion):
                 f"{normal.loc.shape[-1]}. The length of a loop is fixed by training; for data of another length make a "
                 "new guide."
             )
-        slope, bend = self.of_data(sites, graph=graph)
+        slope, curvature = self.of_data(sites, graph=graph)
         width = self._width
         with derivatives():
             along = None if graph or self._linear is None else self._linear.slopes_at(value, normal)
             if along is None:
-                along = band(normal.loc, value, (1, self._back), width, graph)
+                along = banded_derivatives(normal.loc, value, (1, self._back), width, graph)
                 slopes = Banded(*(each.detach() for each in along))
                 self._linear = _Linear(value.detach(), normal.loc.detach(), slopes)
             scale = normal.scale.expand(value.shape).double()
             error = (value - normal.loc).expand(value.shape).double() / scale
-            found = quadratic_of(slope.double(), bend, along, error, scale, width)
+            found = quadratic_of(slope.double(), curvature, along, error, scale, width)
         return found if graph else found.detached()
 
     def of_data(
@@ -206,8 +206,9 @@ class LoopStates(Expansion):
         slope = self.take(sites, again=True, parts=names)[self.first]
         reach = self._span - 1
         with derivatives():
-            bend = band(slope, self.values[self.first], (-reach, reach), self._width, graph)
-            return slope, Banded(-0.5 * (bend.diagonal + bend.diagonal.mT), -bend.lower)
+            ends, value = (-reach, reach), self.values[self.first]
+            second = banded_derivatives(slope, value, ends, self._width, graph)
+            return slope, Banded(-0.5 * (second.diagonal + second.diagonal.mT), -second.lower)
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         value = self.values[self.first]
@@ -340,12 +341,12 @@ class LoopStates(Expansion):
         return list(reads) if is_one else None
 
     def _gains(
-        self, slope: Tensor, bend: Banded, moved: Tensor, reads: Sequence[int] | slice | None
+        self, slope: Tensor, curvature: Banded, moved: Tensor, reads: Sequence[int] | slice | None
     ) -> list[Tensor]:
         """Returns what data gain by a move of the states, to first and to second order: by row, or all together."""
         slope = slope.detach().double()
-        bent = Banded(*(each.detach() for each in bend)).times(blocks(moved, self._width))
-        gains = [slope * moved, -moved * vector(bent, moved) / 2]
+        fall = Banded(*(each.detach() for each in curvature)).times(blocks(moved, self._width))
+        gains = [slope * moved, -moved * vector(fall, moved) / 2]
         return [gain.sum() if reads is None else gain[..., reads] for gain in gains]
 
     # ---- what was found
@@ -393,17 +394,22 @@ class LoopStates(Expansion):
 
 
 def quadratic_of(
-    slope: Tensor, bend: Tensor | Banded, along: Banded, error: Tensor, scale: Tensor, width: int
+    slope: Tensor,
+    curvature: Tensor | Banded,
+    along: Banded,
+    error: Tensor,
+    scale: Tensor,
+    width: int,
 ) -> Quadratic:
-    """Returns the parts of an expansion, in blocks, given those of vectors; of ``bend`` a vector is a diagonal."""
-    if isinstance(bend, Tensor):
-        diagonal = blocks(bend, width).diag_embed()
-        bend = Banded(diagonal, torch.zeros_like(diagonal[..., 1:, :, :]))
+    """Returns the parts of an expansion, in blocks, given those of vectors; of ``curvature`` a vector is a diagonal."""
+    if isinstance(curvature, Tensor):
+        diagonal = blocks(curvature, width).diag_embed()
+        curvature = Banded(diagonal, torch.zeros_like(diagonal[..., 1:, :, :]))
     rows = blocks(scale, width, 1.0)
     eye = torch.eye(width, dtype=torch.float64, device=slope.device)
     own = (eye - along.diagonal) / rows.unsqueeze(-1)
     before = -along.lower / rows[..., 1:, :].unsqueeze(-1)
-    return Quadratic(blocks(slope, width), bend, Banded(own, before), blocks(error, width))
+    return Quadratic(blocks(slope, width), curvature, Banded(own, before), blocks(error, width))
 
 
 def _derivative(of: Tensor, by: Tensor, unit: Tensor, graph: bool) -> Tensor:
@@ -427,10 +433,13 @@ def blocks(value: Tensor, width: int, filled: float = 0.0) -> Tensor:
 
 
 def vector(blocks: Tensor, like: Tensor) -> Tensor:
+    """Returns blocks as one vector, of as many elements as another one has."""
     return blocks.flatten(-2)[..., : like.shape[-1]]
 
 
-def band(of: Tensor, by: Tensor, ends: tuple[int, int], width: int, graph: bool) -> Banded:
+def banded_derivatives(
+    of: Tensor, by: Tensor, ends: tuple[int, int], width: int, graph: bool
+) -> Banded:
     """Returns derivatives of elements t of a vector by elements s of another one as blocks.
 
     Args:
