@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from pyro_nami.deriving.expansion import (
     MAX_ERROR,
     MOST_RUNS,
     ROUNDING,
+    TOLERANCE,
     Expansion,
     derivatives,
     irregular,
@@ -24,7 +25,9 @@ from pyro_nami.deriving.loop_states import (
     PROBED_AT,
     Banded,
     LoopStates,
+    Quadratic,
     banded_derivatives,
+    blocks,
     quadratic_of,
     vector,
 )
@@ -34,7 +37,7 @@ from pyro_nami.factors.wrappers import base_of
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
 
-__all__ = ["NEAREST_POINTS", "NearestStates", "StatesAboutMode"]
+__all__ = ["NEAREST_POINTS", "NearestStates", "StatesAboutMode", "StatesOfCurves"]
 
 # Points of each state, and rounds, by which the nearest Normal is found from the one about the mode: of 4,000 draws of
 # 400 volatilities 2,200 count then, 170 without; seven points and six rounds are as good.
@@ -50,6 +53,8 @@ MOST_NARROWED = 1.6
 LOOKED_AT, JUMP, MOST_ODD = 100, 0.1, 2
 # How far apart two searches may end, in deviations, that have found one mode: they leave some 0.01 nats to be gained.
 MOST_APART = 0.3
+# Nats below the mode at which another one, or a search that has found none, is of no matter.
+LOST = 10.0
 # Share that a step to a mode is cut to where it led down; halves take twice as many runs, tenths waste good ones.
 SHORTER = 0.25
 
@@ -63,6 +68,22 @@ class _ModeStep(NamedTuple):
     length: Tensor  # the share; 0 where the mode is found
 
 
+class _Rows(NamedTuple):
+    """Rows of data, or of states given those before, in intervals between values of the states.
+
+    Attributes:
+        gains: of the log density in each interval, in nats, ``(intervals, *batch, rows)``.
+        slopes: at the ends of intervals, times their length.
+        rounding: by how much gains may be off.
+        reads: of each row, the state that it reads; None where rows read several.
+    """
+
+    gains: Tensor
+    slopes: Tensor
+    rounding: Tensor
+    reads: Sequence[int] | slice | None
+
+
 class StatesAboutMode(LoopStates):
     """The Normal about the mode of the states of a loop, with the curvature there.
 
@@ -71,6 +92,7 @@ class StatesAboutMode(LoopStates):
     """
 
     unsolved = "no mode of the states was found"
+    has_linear_prior = True  # whether each state is linear in those before it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,7 +109,10 @@ class StatesAboutMode(LoopStates):
         value, parts = self.values[self.first], self.quadratic(sites, False)
         way = self.step(parts)
         if not bool(way.isfinite().all()):
-            way = self.step(parts._replace(curvature=_positive(parts.curvature)))
+            known = way.isfinite().all(-1, keepdim=True)
+            way = torch.where(
+                known, way, self.step(parts._replace(curvature=_positive(parts.curvature)))
+            )
         gain = self._of_sets((way * vector(parts.whole_slope(), value)).sum(-1)) / 2
         going = gain > self._enough()
         if bool(going.any()) and self.runs < MOST_RUNS:
@@ -112,9 +137,7 @@ class StatesAboutMode(LoopStates):
     # ---- probing
 
     def refuted(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
-        flaw = self.differs(sites, run, (NEARBY,), share=NEARBY)
-        flaw = flaw or self.differs(sites, run, PROBED_AT, [self.first])
-        if flaw:
+        if flaw := self.flaw_nearby(sites, run):
             return flaw
         if several := self.several_modes(sites, run):
             return several
@@ -128,6 +151,11 @@ class StatesAboutMode(LoopStates):
             if near.is_near
             else "data hardly tell some states, whose posterior is far from Normal"
         )
+
+    def flaw_nearby(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
+        """Returns in what data differ from their expansion near the mode, or states from theirs; "" if in nothing."""
+        flaw = self.differs(sites, run, (NEARBY,), share=NEARBY)
+        return flaw or self.differs(sites, run, PROBED_AT, [self.first])
 
     def several_modes(
         self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]
@@ -155,7 +183,7 @@ class StatesAboutMode(LoopStates):
         del rows[self.first]
         rounding = [each.nan_to_num(0.0, 0.0, 0.0).amax(0) for _, each in rows.values()]
         heights = {place: [row[i] for row, _ in rows.values()] for i, place in enumerate(places)}
-        if is_concave(heights, rounding):
+        if self.has_linear_prior and is_concave(heights, rounding):
             return ""
         if not has_one_mode(heights, rounding):
             return "the log density of a row of data has several modes"
@@ -165,43 +193,55 @@ class StatesAboutMode(LoopStates):
         group, leading, *rest = self._args
         leading = (len(starts), *leading)
         others = StatesAboutMode(group, leading, *rest, at={self.first: starts})
-        others, _ = solved(others, run(others), run)
+        others, there = solved(others, run(others), run)
         apart = ((others.mean() - mean) / self.deviations()).abs()
-        is_one = not others.unfound and bool((apart < MOST_APART).all())
-        return "" if is_one else "searches for the mode of the states do not end at one"
+        is_elsewhere = self._of_sets((apart > MOST_APART).any(-1).double()) > 0
+        counts = others._height(there) > self._height(sites) - LOST
+        if bool((is_elsewhere & counts).any()):
+            return "searches for the mode of the states end at several"
+        return ""
 
     def _is_smooth(
         self, run: Callable[[Any], Mapping[str, Any]], low: Tensor, high: Tensor
     ) -> bool:
-        """Whether each row of data gains what its slopes say, between two values of the one state that it reads.
+        """Whether the density of each row gains what its slopes say, as all states go from one value to another.
 
-        Where a peak is narrow a closer look tells it from a jump.
+        A closer look tells a narrow peak from a jump, of rows that read one state.
         """
         for is_last in (False, True):
-            share = torch.linspace(0.0, 1.0, 1 + LOOKED_AT).to(low)
-            share = share.reshape(-1, *(1,) * low.dim())
-            states = self.given(
-                (low + share * (high - low)).to(self.values[self.first]), len(share)
-            )
-            sites = run(states)
             odd = torch.zeros((LOOKED_AT, *low.shape), dtype=torch.bool, device=low.device)
-            for name, (heights, rounding) in states.rows(sites).items():
-                reads = self._reads(sites[name])
-                if reads is None:
+            for row in self._rows_between(run, low, high, LOOKED_AT):
+                most = torch.maximum(row.slopes[:-1].abs(), row.slopes[1:].abs())
+                is_odd = row.gains.abs() > 2 * most + JUMP + row.rounding
+                if row.reads is not None:
+                    odd[..., row.reads] |= is_odd
+                elif bool(is_odd.any()):
                     return False
-                if name == self.first:
-                    continue
-                slopes = states.take(sites, parts=[name])[self.first].abs()
-                most = torch.maximum(slopes[:-1], slopes[1:]) * (high - low) / LOOKED_AT
-                told = 2 * most[..., reads] + JUMP + rounding.nan_to_num()[1:]
-                odd[..., reads] |= heights.diff(dim=0).abs() > told
             if is_last or not bool(odd.any()):
                 return not bool(odd.any())
             first, last = odd.double().argmax(0), LOOKED_AT - odd.flip(0).double().argmax(0)
             if bool(((last - first > MOST_ODD) & odd.any(0)).any()):
                 return False
-            low, high = (low + (high - low) * each / LOOKED_AT for each in (first, last))
+            way = (high - low) / LOOKED_AT
+            low, high = low + way * first, low + way * last
         return True
+
+    def _rows_between(
+        self, run: Callable[[Any], Mapping[str, Any]], low: Tensor, high: Tensor, count: int
+    ) -> Iterator[_Rows]:
+        """Yields the gains of rows in so many intervals, in which all states go from one value to another."""
+        way = (high - low) / count
+        share = torch.arange(1.0 + count).to(low).reshape(-1, *(1,) * low.dim())
+        states = self.given((low + share * way).to(self.values[self.first]), len(share))
+        sites = run(states)
+        rows = states.rows(sites)
+        with derivatives():
+            densities = states.row_densities(sites)
+        for name, (site, density) in densities.items():
+            heights, rounding = rows[name]
+            slopes = _along(density, states.values[self.first], way)
+            reads = None if name == self.first else self.reads(site)
+            yield _Rows(heights.diff(dim=0), slopes, rounding.nan_to_num()[1:], reads)
 
     # ---- steps
 
@@ -310,11 +350,71 @@ class NearestStates(StatesAboutMode):
         return other
 
 
+class StatesOfCurves(StatesAboutMode):
+    """The Normal about the mode of states that are not linear in those before them: a population that saturates, say.
+
+    Args:
+        group, leading, nesting, differentiable, away, given, at: as for `LoopStates`.
+    """
+
+    has_linear_prior = False
+
+    def flaw_nearby(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
+        if not self.differs(sites, run, PROBED_AT, [self.first]):
+            return "states are linear in those before"
+        mean, deviations = self.mean().detach(), self.deviations().detach()
+        offset = NEARBY * deviations * irregular(deviations.shape, deviations, 1)
+        for row in self._rows_between(run, mean, mean + offset, 1):
+            off = (row.gains - (row.slopes[:-1] + row.slopes[1:]) / 2).abs()
+            size = row.slopes[:-1].abs() + row.slopes[1:].abs()
+            if not bool((off <= NEARBY * size + row.rounding + TOLERANCE).all()):
+                return f"the log density of the states, or of data, is off its slopes by {float(off.max()):.2g} nats"
+        return ""
+
+    def quadratic(self, sites: Mapping[str, Any], graph: bool) -> Quadratic:
+        parts, value = super().quadratic(sites, graph), self.values[self.first]
+        with derivatives():
+            prior = sites[self.first]["fn"].log_prob(value).sum()
+            (slope,) = torch.autograd.grad(prior, value, create_graph=True)
+            ends = (-self._back, self._back)
+            second = banded_derivatives(slope, value, ends, self._width, graph)
+            linear = parts.prior_precision()
+            known = blocks(torch.ones_like(value, dtype=torch.float64), self._width)
+            rows, cols = known.unsqueeze(-1), known.unsqueeze(-2)
+            own = -0.5 * (second.diagonal + second.diagonal.mT) - linear.diagonal
+            lower = -second.lower - linear.lower
+            curvature = Banded(
+                parts.curvature.diagonal + rows * own * cols,
+                parts.curvature.lower + rows[..., 1:, :, :] * lower * cols[..., :-1, :, :],
+            )
+            told = parts._replace(slope=torch.zeros_like(parts.slope)).whole_slope()
+            more = blocks(slope.double(), self._width) - told * known
+            found = parts._replace(slope=parts.slope + more, curvature=curvature)
+        return found if graph else found.detached()
+
+
+def _along(density: Tensor, value: Tensor, way: Tensor) -> Tensor:
+    """Returns how the density of each row changes as the states go a way, which is the same from all points."""
+    with derivatives():
+        weights = torch.zeros_like(density, requires_grad=True)
+        slopes = torch.autograd.grad(
+            (density * weights).sum(), value, create_graph=True, materialize_grads=True
+        )
+        total = (slopes[0] * way).sum()
+        if not total.requires_grad:
+            return torch.zeros_like(density)
+        return torch.autograd.grad(total, weights, materialize_grads=True)[0].double()
+
+
 def _positive(curvature: Banded) -> Banded:
-    """Returns blocks (t, t) with positive eigenvalues alone: steps are uphill then, where data are not concave."""
+    """Returns blocks (t, t) with the sizes of their eigenvalues: steps are uphill then, where data are not concave.
+
+    References:
+        Dauphin et al. 2014, Identifying and attacking the saddle point problem (saddle-free Newton).
+    """
     values, vectors = torch.linalg.eigh(curvature.diagonal)
     return Banded(
-        (vectors * values.clamp(min=0.0).unsqueeze(-2)) @ vectors.mT,
+        (vectors * values.abs().unsqueeze(-2)) @ vectors.mT,
         torch.zeros_like(curvature.lower),
     )
 

@@ -287,7 +287,7 @@ class LoopStates(Expansion):
             after = other.rows(run(other))
             moved = (other.values[self.first].detach() - at).double()
             for name in names:
-                reads = self._reads(sites[name])
+                reads = self.reads(sites[name])
                 if name == self.first:
                     gains = whole.gains_of_prior(blocks(moved, self._width))
                     gains = [vector(each, moved) for each in gains]
@@ -320,11 +320,8 @@ class LoopStates(Expansion):
         Behind each is how far rounding may take it.
         """
         found = {}
-        for name in (*filter(sites.__contains__, self.group.children), self.first):
-            site = sites[name]
-            if "part" in site:  # one of a loop as a whole, whose rows are those of its steps
-                site = {**site, "fn": base_of(site["fn"])}
-            each = self.weighted(site["fn"].log_prob(site["value"]), sites, name).detach()
+        for name, (site, density) in self.row_densities(sites).items():
+            each = density.detach()
             rounding = rounding_of_rows(each, site)
             if (off := rounding_of(site)) is not None:
                 error = ((site["value"] - site["fn"].loc) / site["fn"].scale).detach().abs()
@@ -332,7 +329,17 @@ class LoopStates(Expansion):
             found[name] = each.double(), rounding
         return found
 
-    def _reads(self, site: Mapping[str, Any]) -> Sequence[int] | slice | None:
+    def row_densities(self, sites: Mapping[str, Any]) -> dict[str, tuple[Any, Tensor]]:
+        """Returns the site, and the log density in nats, of each row of data, and of each state given those before."""
+        found = {}
+        for name in (*filter(sites.__contains__, self.group.children), self.first):
+            site = sites[name]
+            if "part" in site:  # one of a loop as a whole, whose rows are those of its steps
+                site = {**site, "fn": base_of(site["fn"])}
+            found[name] = site, self.weighted(site["fn"].log_prob(site["value"]), sites, name)
+        return found
+
+    def reads(self, site: Mapping[str, Any]) -> Sequence[int] | slice | None:
         """Returns which elements of the states rows read, one each; None where they read several, or share one."""
         if site["name"] == self.first:
             return slice(None)

@@ -28,7 +28,7 @@ from pyro_nami.deriving.expansion import (
 )
 from pyro_nami.deriving.exponential_families import ByStatistics
 from pyro_nami.deriving.joint_gaussian import JointGaussian
-from pyro_nami.deriving.loop_modes import NearestStates, StatesAboutMode
+from pyro_nami.deriving.loop_modes import NearestStates, StatesAboutMode, StatesOfCurves
 from pyro_nami.deriving.loop_states import LoopStates
 from pyro_nami.deriving.newton import LOST, MODES_AT, Newton, has_one_mode, is_concave
 from pyro_nami.deriving.quadrature import INACCURATE, Tabulated
@@ -101,7 +101,10 @@ class Refutation:
         """
         found = self._tested(group)
         if group.form == "states" and not found:
-            return self._tested(group._replace(form="states about a mode"))
+            for form in ("states about a mode", "states of curves"):
+                if found := self._tested(group._replace(form=form)):
+                    return found
+            return None
         if found or not near or group.form != "Gaussian" or group.bound:
             return found
         found = self._tested(group._replace(form="Newton"))
@@ -450,6 +453,7 @@ def expansion_of(group: ConjugateGroup) -> type[Expansion]:
         "states": LoopStates,
         "states about a mode": StatesAboutMode,
         "states nearest": NearestStates,
+        "states of curves": StatesOfCurves,
         "states enumerated": DiscreteStates,
         "Bernoulli": LinearBernoulli,
     }

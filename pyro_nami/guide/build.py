@@ -82,15 +82,15 @@ def assemble(
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         program = Program(model, args, kwargs)
         first = first_call(program, options, subsampled, layers, lifted=_may_lift(options))
-        found = _found_in_loops(first) if first.program.loops else None
+        found = _found(first)
         if found is None:
-            if first.program.loops:
-                first = first_call(program, options, subsampled, layers, lifted=False)
+            first = first_call(program, options, subsampled, layers, lifted=False)
             found = _found(first)
+        assert found is not None
         if found.plan.sampling.lost and (mapped := first.mapped()):
             further = _found(mapped)
             # else steps are faster without
-            if further.plan.num_underived < found.plan.num_underived:
+            if further and further.plan.num_underived < found.plan.num_underived:
                 found = further
         log_modes(
             {
@@ -136,12 +136,16 @@ def _found_in_loops(first: FirstCall) -> Assembled | None:
     return found
 
 
-def _found(first: FirstCall) -> Assembled:
+def _found(first: FirstCall) -> Assembled | None:
     """Returns the plan that leaves fewest latents to be learned, whose first latents are checked, and its networks.
+
+    None if the states of a loop have no derived conditional, or several modes: it is to be read site by site.
 
     A small model is planned in two ways: by forms, and by one search for all its numbers. The search is the first way
     where a run of the model is long, and is made at all only where forms leave a latent to be learned.
     """
+    if first.program.loops:
+        return _found_in_loops(first)
     ways: list[Mapping[str, str]] = [{}]
     if _is_small(first):
         count = _num_operations(first)

@@ -333,10 +333,25 @@ def as_a_number(y):
         pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
 
 
-def bent(y):
+def two_wells(y):
     z = torch.zeros(())
     for t in range(len(y)):
-        z = pyro.sample(f"z_{t}", dist.Normal((2 * z).tanh(), 0.5))
+        z = pyro.sample(f"z_{t}", dist.Normal((3 * z).tanh(), 0.3))
+        pyro.sample(f"y_{t}", dist.Normal(z.square(), 0.7), obs=y[t])
+
+
+def half_detached(y):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z.sin() + 0.5 * z.detach(), 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
+
+
+def curved_with_a_turn(y):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        loc = z.sin() + 3 * (z > 0.3) if t == 4 else z.sin()
+        z = pyro.sample(f"z_{t}", dist.Normal(loc, 0.5))
         pyro.sample(f"y_{t}", dist.Normal(z, 0.7), obs=y[t])
 
 
@@ -394,7 +409,9 @@ def loose(y):
     [
         detached,
         as_a_number,
-        bent,
+        two_wells,
+        half_detached,
+        curved_with_a_turn,
         wide,
         with_a_threshold,
         with_a_jump,
@@ -409,6 +426,67 @@ def test_near_misses_are_read_site_by_site(model):
     draw = guide(torch.randn(9))
     assert not guide._plan.loops.parts
     assert len(draw) == 9
+
+
+def saturating(y):
+    z = torch.tensor(2.0)
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z + 0.6 - z.exp() / 20, 0.2))
+        pyro.sample(f"y_{t}", dist.Poisson(z.exp()), obs=y[t])
+
+
+def test_a_population_that_saturates_against_a_filter_on_a_grid():
+    """States that are not linear in those before: the evidence, by importance weights and by a filter."""
+    torch.manual_seed(0)
+    y = torch.poisson(torch.full((30,), 12.0) * (0.2 * torch.randn(30)).exp())
+    pyro.set_rng_seed(0)
+    guide = AutoNaMIGuide(saturating)
+    found = importance_sample(saturating, guide, y, num_samples=2000)
+    assert guide.rules["z[time]"].rule == "newton"
+    assert float(found.effective_sample_size) > 1500
+    places = torch.linspace(-1.0, 5.0, 1200, dtype=torch.float64)
+    width = places[1] - places[0]
+    mean = places + 0.6 - places.exp() / 20
+    turns = dist.Normal(mean, 0.2).log_prob(places[:, None]).exp() * width
+    start = 2.6 - math.exp(2.0) / 20
+    state, evidence = dist.Normal(start, 0.2).log_prob(places).exp() * width, 0.0
+    for t, value in enumerate(y):
+        state = (turns @ state if t else state) * dist.Poisson(places.exp()).log_prob(value).exp()
+        evidence, state = evidence + state.sum().log(), state / state.sum()
+    assert float(found.log_evidence) == pytest.approx(float(evidence), abs=0.05)
+
+
+def prey(y):
+    z = torch.tensor([0.5, 0.5])
+    for t in range(len(y)):
+        u, v = z[..., 0], z[..., 1]
+        loc = torch.stack((u + 0.2 * (1 - v.exp()), v + 0.2 * (u.exp() - 1)), -1)
+        z = pyro.sample(f"z_{t}", dist.Normal(loc, 0.1).to_event(1))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.1).to_event(1), obs=y[t])
+
+
+def test_states_of_curves_are_laplace_s_approximation():
+    """Against the inverse of the dense matrix of second derivatives at the mode, vectors of states."""
+    torch.manual_seed(0)
+    steps = 8
+    y = 0.5 + 0.2 * torch.randn(steps, 2).cumsum(0)
+    guide = AutoNaMIGuide(prey)
+    trace = poutine.trace(guide).get_trace(y)
+    assert guide.rules["z[time]"].rule == "newton"
+
+    def height(states):
+        values = {f"z_{t}": states[2 * t : 2 * t + 2] for t in range(steps)}
+        return poutine.trace(poutine.condition(prey, values)).get_trace(y).log_prob_sum()
+
+    mode = y.flatten().double()
+    for _ in range(20):
+        slope = torch.autograd.functional.jacobian(height, mode)
+        curvature = -torch.autograd.functional.hessian(height, mode)
+        mode = mode + torch.linalg.solve(curvature, slope)
+    dense = dist.MultivariateNormal(mode, precision_matrix=curvature)
+    draw = torch.cat([trace.nodes[f"z_{t}"]["value"] for t in range(steps)])
+    expected = dense.log_prob(draw.detach().double())
+    assert float(trace.log_prob_sum()) == pytest.approx(float(expected), abs=5e-3)
 
 
 def forecast(y, steps):
