@@ -24,10 +24,11 @@ import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
 from pyro.infer import Trace_ELBO
+from relaxation import ExponentialDecay, RelaxedELBO
 from torch import Tensor, nn
 from worlds import World
 
-from pyro_nami import AutoNaMIGuide, ExponentialDecay, NoisyOr, RelaxedELBO
+from pyro_nami import AutoNaMIGuide, NoisyOr
 
 __all__ = [
     "LEARNED",

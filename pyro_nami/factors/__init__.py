@@ -4,8 +4,8 @@
 `layout` cuts a value into elements, whose distributions are torch's, or are in `elements` and
 `normals`; a `distribution` joins both. A `family` chooses among them: in `unconstrained` space, or of the
 model's `own_type`; the `registry` names families. `noisy_or` is a distribution for models, on
-`sparse` weights; `bounds` bound log densities in closed form; `gumbel_softmax` relaxes draws of
-binary and one-hot types. Nothing here holds parameters: the guide's networks give them.
+`sparse` weights; `bounds` bound log densities in closed form. Nothing here holds parameters: the
+guide's networks give them.
 """
 
 from pyro_nami.factors.bounds import Bound, register_bound

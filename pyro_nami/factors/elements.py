@@ -19,7 +19,6 @@ from torch.distributions.constraints import Constraint
 from torch.nn.functional import logsigmoid
 
 from pyro_nami.factors.bijections import interior, support_of
-from pyro_nami.factors.gumbel_softmax import gumbel_noise, logistic_noise
 
 __all__ = [
     "Elements",
@@ -28,6 +27,9 @@ __all__ = [
     "LogisticElements",
     "StableKumaraswamy",
     "draw_elements",
+    "gumbel_noise",
+    "logistic_noise",
+    "off_ends",
 ]
 
 
@@ -80,6 +82,24 @@ def draw_elements(elements: Distribution, shape: torch.Size) -> Tensor:
     """
     wide = elements if shape == elements.batch_shape else elements.expand(shape)
     return interior(support_of(elements), wide.rsample() if wide.has_rsample else wide.sample())
+
+
+def logistic_noise(shape: torch.Size, like: Tensor) -> Tensor:
+    """Returns standard logistic noise of a shape, finite, of the dtype and device of ``like``."""
+    uniform = off_ends(torch.rand(shape, dtype=like.dtype, device=like.device))
+    return uniform.log() - (-uniform).log1p()
+
+
+def gumbel_noise(shape: torch.Size, like: Tensor) -> Tensor:
+    """Returns standard Gumbel noise of a shape, finite, of the dtype and device of ``like``."""
+    uniform = off_ends(torch.rand(shape, dtype=like.dtype, device=like.device))
+    return -(-uniform.log()).log()
+
+
+def off_ends(unit: Tensor) -> Tensor:
+    """Returns numbers of the unit interval off its ends."""
+    finfo = torch.finfo(unit.dtype)
+    return unit.clamp(finfo.tiny, 1 - finfo.eps)
 
 
 class LogisticElements(Elements):
