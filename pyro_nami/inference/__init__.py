@@ -5,7 +5,6 @@ from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import from_simulator
-from pyro_nami.inference.trackers import TensorBoardTracker, Tracker, WandbTracker
 from pyro_nami.inference.weighted_samples import WeightedSamples
 
 __all__ = [
@@ -13,9 +12,6 @@ __all__ = [
     "InferenceCompilation",
     "JointDraws",
     "Simulator",
-    "TensorBoardTracker",
-    "Tracker",
-    "WandbTracker",
     "WeightedSamples",
     "from_simulator",
     "importance_sample",
