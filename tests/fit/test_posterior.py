@@ -62,16 +62,6 @@ def test_outside_of_a_support_there_is_no_density():
     assert inside.isfinite() and outside == -torch.inf
 
 
-def test_the_mode_is_that_of_the_density(posterior):
-    assert float(posterior.map["mean"]) == pytest.approx(MEAN, abs=1e-3)
-
-
-def test_where_the_density_has_no_bound_the_mode_says_so():
-    local = fit(effects, 4, torch.zeros(4), seed=0, progress=False)
-    with pytest.warns(UserWarning, match="No mode"):
-        assert local.map["effect"].shape == (4,)
-
-
 def test_predictions_are_of_the_posterior(posterior):
     drawn = posterior.predict(3)["y"]
     assert drawn.shape == (4000, 3)
