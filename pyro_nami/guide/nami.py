@@ -70,11 +70,6 @@ class AutoNaMIGuide(DensityGuide):
         skip: whether factors also read their inputs directly, so that linear-Gaussian conditionals are exact.
         within: ``"autoregressive"`` or ``"independent"``: how the elements of one site's vector depend on each other.
         embeddings: observed site -> module ``(batch, *event)`` to ``(batch, features)``; the guide trains a copy.
-        covariates: ``"auto"`` finds what differs between the instances of a plate by probing the model; None for
-            nothing; or a callable from the model's arguments to site -> tensor ``(*plates, features)``.
-        index_maps: ``(latent, site)`` -> callable from the model's arguments to the index by which the site's rows read
-            the latent's plate, integer ``(rows,)`` (of the full plate where it is subsampled). By default such maps
-            are found by group testing, in each call with new arguments.
         pooling: how a set of instances is encoded: ``"mean"``, ``"attention"``, or a callable
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
         evidence: whether each instance of a pooled plate adds precision to Normal factors; see `guide.parameters`.
@@ -136,8 +131,6 @@ class AutoNaMIGuide(DensityGuide):
         skip: bool = True,
         within: str = "autoregressive",
         embeddings: Mapping[str, nn.Module] | None = None,
-        covariates: str | None | Callable[..., Values] = "auto",
-        index_maps: Mapping[tuple[str, str], Callable] | None = None,
         pooling: str | Callable[[int], nn.Module] = "mean",
         evidence: bool = True,
         anchor: bool = True,
@@ -163,7 +156,6 @@ class AutoNaMIGuide(DensityGuide):
             )
         given["observed"] = (observed,) if isinstance(observed, str) else tuple(observed)
         given["hidden_features"] = None if hidden_features is None else tuple(hidden_features)
-        given["index_maps"] = dict(index_maps or {})
         given["rules"] = dict(rules or {})
         if mode not in MODES:
             raise ValueError(f"Expected mode to be one of {quoted(MODES)}; got {mode!r}.")
