@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_nami.factors.distribution import Relocated, SiteDistribution
-from pyro_nami.factors.elements import LatestDraw, gumbel_noise, logistic_noise, off_ends
+from pyro_nami.factors.elements import LatestDraw, logistic_noise, off_ends
 from pyro_nami.factors.family import SequentialElements
 from pyro_nami.factors.wrappers import innermost, rewrapped
 
@@ -128,3 +128,9 @@ def _sequence(fn: SequentialElements, temperature: float) -> SequentialElements:
     family.elements = lambda *params: gumbel_softmax(elements(*params), temperature)
     new._family, new._latest, new.has_rsample = family, LatestDraw(), True
     return new
+
+
+def gumbel_noise(shape: torch.Size, like: Tensor) -> Tensor:
+    """Returns standard Gumbel noise of a shape, finite, of the dtype and device of ``like``."""
+    uniform = off_ends(torch.rand(shape, dtype=like.dtype, device=like.device))
+    return -(-uniform.log()).log()
