@@ -22,7 +22,6 @@ from pyro_nami.checking import calibrate, diagnose, misspecification
 from pyro_nami.factors import (
     Bound,
     Family,
-    NoisyOr,
     flow,
     mixture,
     register_bound,
@@ -61,7 +60,6 @@ __all__ = [
     "InferenceCompilation",
     "Interrupted",
     "Inverse",
-    "NoisyOr",
     "Posterior",
     "Site",
     "Verdict",

@@ -79,7 +79,7 @@ class AutoNaMIGuide(DensityGuide):
         rules: latent -> ``"learned"`` for networks in place of its exact conditional; ``"exact"`` to be told if it has
             none; ``"located"`` for a mode that is searched for in each step, where more than a few weights of the
             model's own would move it; ``"bounded"`` for its conditional by a bound on its children's likelihood
-            (`pyro_nami.Bound`), whose parameters networks give, the default for binary vectors under a `NoisyOr`;
+            (`pyro_nami.Bound`), whose parameters networks give, the default for binary vectors under a linear one;
             ``"bound"`` for that of the tightest bound, without networks. Where the inverse is no mean field, networks
             correct a bounded one.
         mode: what the guide answers for. ``"fixed"``: the one data set that it is trained on, subsampled plates

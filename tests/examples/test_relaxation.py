@@ -22,11 +22,12 @@ from pyro.infer import (
 )
 from scripts import ROOT
 
-from pyro_nami import AutoNaMIGuide, NoisyOr
+from pyro_nami import AutoNaMIGuide
 
 sys.path.append(str(ROOT / "examples" / "noisy_or"))
 
 import relaxation  # noqa: E402
+from noisy_or_distribution import NoisyOr  # noqa: E402
 from relaxation import ExponentialDecay, RelaxedELBO  # noqa: E402
 
 RENYI = functools.partial(RenyiELBO, alpha=0.9)  # near the ELBO, whose gradient is known

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 
 import pyro
 import pyro.distributions as dist
@@ -20,14 +21,19 @@ from models import (
     scatter,
     told,
 )
+from scripts import ROOT
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_nami import AutoNaMIGuide, NoisyOr
+from pyro_nami import AutoNaMIGuide
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.losses import CompilationLoss, site_log_probs
 from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.inference.trainer import Trainer
+
+sys.path.append(str(ROOT / "examples" / "noisy_or"))
+
+from noisy_or_distribution import NoisyOr  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
