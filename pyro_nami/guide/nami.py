@@ -28,7 +28,7 @@ from pyro_nami.guide.call import Call, TrainedAnswer
 from pyro_nami.guide.draw import draw, draw_fresh, hand_out, is_predicting, start_pass
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.plan import Plan, differences
+from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import RuleNotes
 from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.messages import quoted
@@ -237,20 +237,6 @@ class AutoNaMIGuide(DensityGuide):
         return self.network.num_parameters + sum(
             p.numel() for module in embeddings for p in module.parameters()
         )
-
-    def check(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Returns how the model at these arguments differs from the model at the guide's first call.
-
-        A guide's structure is that of its first call, found by runs of the model there. This takes as many runs again,
-        and so tells whether the structure holds for other arguments as well.
-
-        Args:
-            *args, **kwargs: the model's arguments.
-
-        Returns:
-            A sentence for each difference; none where the guide fits.
-        """
-        return list(differences(self._made(), self._assembled(args, kwargs).plan))
 
     def extra_repr(self) -> str:
         if self._plan is None:
