@@ -18,7 +18,7 @@ Glossary, one word per concept:
 
 from pyro_nami.amortize import AmortizedPosterior, amortize
 from pyro_nami.annealing import annealed_importance_sampling
-from pyro_nami.checking import calibrate, diagnose, misspecification
+from pyro_nami.checking import calibrate, misspecification
 from pyro_nami.factors import (
     Bound,
     Family,
@@ -68,7 +68,6 @@ __all__ = [
     "amortize",
     "annealed_importance_sampling",
     "calibrate",
-    "diagnose",
     "extract_bayesnet",
     "fit",
     "flow",
