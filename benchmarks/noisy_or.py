@@ -23,7 +23,11 @@ import pyro.distributions as dist
 import torch
 from pyro.infer import SVI, Trace_ELBO
 
-from pyro_nami import AutoNaMIGuide, NoisyOr
+from pyro_nami import AutoNaMIGuide
+
+sys.path.append(str(Path(__file__).parent.parent / "examples" / "noisy_or"))
+
+from noisy_or_distribution import NoisyOr  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "noisy_or.json"
 BATCH = 128

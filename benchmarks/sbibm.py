@@ -11,7 +11,7 @@ Of ours also the median share of draws that are effective, of the guide's (20 da
 default's (5, 4,000 draws each), and whether guide and posterior pass `calibrate` at 1,000 data sets.
 
 Ours takes the likelihood, for moves between epochs and for weights, which methods for black boxes lack; ``black_box``
-is ours without it, and ``rounds`` ours by ``at=``, with as many simulations for each of the first data sets. The others
+is ours without it. The others
 (``pip install sbi bayesflow``, which nothing else here needs) are given logs of data that are positive, and sufficient
 statistics of bernoulli_glm's; their densities and draws are those inside bounded priors. Run with::
 
@@ -47,9 +47,9 @@ from pyro_nami.inference import JointDraws, Simulator
 
 RESULTS = Path(__file__).parent / "results" / "sbibm.json"
 TEST, FURTHER, DATA_SETS, DRAWS, REFERENCES, CHAINS = 2000, 20_000, 20, 1000, 5, 4
-BLACK_BOX, SBI, BAYESFLOW = ("black_box", "rounds"), ("maf", "nsf", "fmpe"), "bayesflow"
+BLACK_BOX, SBI, BAYESFLOW = "black_box", ("maf", "nsf", "fmpe"), "bayesflow"
 DEFAULT = ["amortize", *SBI, BAYESFLOW]
-METHODS = *DEFAULT, *BLACK_BOX
+METHODS = *DEFAULT, BLACK_BOX
 Sampler = Callable[[int, Tensor], Tensor]
 # of the guide's draws, and of what the posterior gives by default
 PAIRS = {"c2st": ".2f", "effective": ".0%"}
@@ -154,42 +154,26 @@ def gaps_to_exact(task: Task, posterior: AmortizedPosterior, num: int) -> Tensor
 
 
 def black_box(method: str, task: Task, given: Pair, test: Pair) -> tuple[dict[str, Any], Sampler]:
-    """Likewise by `amortize` without the likelihood; or in rounds, with as many simulations for each of the data sets.
-
-    Seconds are then those of one data set.
-    """
-
+    """Likewise by `amortize` without the likelihood."""
     simulator = Simulator(task.model, observed=["x"])
 
     def simulate(theta: Tensor) -> Tensor:
         x = simulator.draw(len(theta), latents={"theta": theta}).observed["x"]
         return task.statistics(x).flatten(1)
 
-    compiled = functools.partial(
-        amortize, from_simulator(prior(task), simulate), observed=["x"], progress=False
-    )
-    row: dict[str, Any] = {"seconds": 0.0}
-
-    def sample_in_rounds(num: int, x: Tensor) -> Tensor:
-        start = time.process_time()
-        posteriors = [compiled(at={"x": each}, simulations=len(given.theta)) for each in x]
-        row["seconds"] = (time.process_time() - start) / len(x)
-        return torch.stack(
-            [each({"x": at}, num).samples["theta"] for each, at in zip(posteriors, x)], 1
-        )
-
-    if method == "rounds":
-        return row, torch.enable_grad()(sample_in_rounds)
+    model = from_simulator(prior(task), simulate)
     start = time.process_time()
-    posterior = compiled(simulations=given._asdict())
-    row["seconds"] = time.process_time() - start
+    posterior = amortize(model, observed=["x"], simulations=given._asdict(), progress=False)
+    seconds = time.process_time() - start
     with torch.no_grad():
         loss = (
             -posterior.guide.log_prob({"theta": test.theta}, observations={"x": test.x})
             .mean()
             .item()
         )
-    return {**row, "loss": loss}, lambda num, x: posterior({"x": x}, num).samples["theta"]
+    return {"seconds": seconds, "loss": loss}, lambda num, x: posterior({"x": x}, num).samples[
+        "theta"
+    ]
 
 
 def sbi(method: str, task: Task, given: Pair, test: Pair) -> tuple[dict[str, Any], Sampler]:
@@ -243,7 +227,7 @@ def others(
     def pair(some: JointDraws) -> Pair:
         return Pair(some.latents["theta"], task.statistics(some.observed["x"]).flatten(1))
 
-    held_out, own = pair(test), functools.partial(black_box if method in BLACK_BOX else sbi, method)
+    held_out, own = pair(test), functools.partial(black_box if method == BLACK_BOX else sbi, method)
     fit = bayesflow if method == BAYESFLOW else own
     with torch.enable_grad():
         row, sample = fit(task, pair(given), held_out)

@@ -2,12 +2,12 @@
 
 The guide never sees the data in training. Every step simulates schools from the model and maximizes the guide's log
 density of the latents that made them, so afterwards one pass gives the posterior of any eight schools with these
-standard errors. `diagnose` says whether to trust it; importance sampling corrects what is left, and gives the log
-evidence, which is known exactly here; annealed importance sampling gives it a third time, without the guide. Run with::
+standard errors. `calibrate` says whether to trust it, and `misspecification` whether the data are like its simulations;
+importance sampling corrects what is left, and gives the log evidence, which is known exactly here; annealed importance
+sampling gives it a third time, without the guide. Run with::
 
     python examples/compiled_inference.py [--smoke] [--steps 4000] [--seed 0] [--device cpu] [--out out/compiled]
 
-Training goes on from ``compiled.ckpt`` in that folder if it is there; delete it to start anew.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from pyro_nami import (
     AutoNaMIGuide,
     InferenceCompilation,
     annealed_importance_sampling,
-    diagnose,
+    calibrate,
     importance_sample,
+    misspecification,
 )
 
 BATCH = 250
@@ -60,7 +61,7 @@ def print_posterior(rows: Mapping[str, Tensor], exact: Tensor) -> None:
 
 
 def main() -> None:
-    """Compiles, diagnoses, and samples; writes a figure and the numbers."""
+    """Compiles, checks, and samples; writes a figure and the numbers."""
     arguments = argument_parser(__doc__, "out/compiled", steps=4000).parse_args()
     smoke = arguments.smoke
     steps, data_sets, draws = (3, 50, 200) if smoke else (arguments.steps, 1000, 10_000)
@@ -86,20 +87,13 @@ def main() -> None:
             steps,
             args=(sigma,),
             validation=data_sets,
-            checkpoint=None if smoke else arguments.out / "compiled.ckpt",
         )
-        found = diagnose(
-            guide,
-            sigma,
-            history=history,
-            observations={"y": y},
-            num_datasets=data_sets,
-            num_weighted=data_sets // 10,
-            num_samples=draws // 10,
-            seed=arguments.seed,
-        )
+        print(history)
+        seed = arguments.seed
+        found = calibrate(model, guide, sigma, num_datasets=data_sets, seed=seed)
         print(found)
-        found.plot().savefig(arguments.out / "diagnosis.png", dpi=130)
+        found.plot().savefig(arguments.out / "calibration.png", dpi=130)
+        print(misspecification(model, sigma, observations={"y": y}, seed=seed))
 
         start = time.perf_counter()
         weighted = importance_sample(model, guide, sigma, num_samples=draws, observations={"y": y})
@@ -144,9 +138,7 @@ def main() -> None:
         "passed": found.passed,
     }
     (arguments.out / "results.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    print(
-        f"\nWritten to {arguments.out}: diagnosis.png, results.json, and the checkpoint of training"
-    )
+    print(f"\nWritten to {arguments.out}: calibration.png and results.json")
 
 
 if __name__ == "__main__":

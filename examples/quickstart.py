@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -245,7 +244,7 @@ def plot_funnels(rows: list[Result], exact: Exact, exact_draws: Tensor, path: Pa
 
 
 def write_networks(guide: AutoNaMIGuide, folder: Path) -> list[Path]:
-    """The network and its inverse: drawn here, as Mermaid text, and by Graphviz where it is installed."""
+    """The network and its inverse: drawn here, and as Mermaid text."""
     parts: dict[str, BayesNet | Inverse] = {"network": guide.bayesnet, "inverse": guide.inverse}
     paths = [folder / "network.png", folder / "network.md"]
     plot_networks(guide, paths[0])
@@ -255,10 +254,6 @@ def write_networks(guide: AutoNaMIGuide, folder: Path) -> list[Path]:
             for name, part in parts.items()
         )
     )
-    if shutil.which("dot"):
-        paths += [folder / f"{name}.svg" for name in parts]
-        for name, part in parts.items():
-            render(part, "svg", folder / f"{name}.svg")
     return paths
 
 

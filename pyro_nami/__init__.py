@@ -18,11 +18,10 @@ Glossary, one word per concept:
 
 from pyro_nami.amortize import AmortizedPosterior, amortize
 from pyro_nami.annealing import annealed_importance_sampling
-from pyro_nami.checking import calibrate, diagnose, misspecification
+from pyro_nami.checking import calibrate, misspecification
 from pyro_nami.factors import (
     Bound,
     Family,
-    NoisyOr,
     flow,
     mixture,
     register_bound,
@@ -44,47 +43,31 @@ from pyro_nami.graph import (
 )
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference import (
-    ExponentialDecay,
     InferenceCompilation,
-    RelaxedELBO,
     WeightedSamples,
     from_simulator,
     importance_sample,
 )
 from pyro_nami.reading.extraction import extract_bayesnet
-from pyro_nami.refinement import (
-    AmortizationGap,
-    AutoIterativeGuide,
-    IterativeELBO,
-    amortization_gap,
-)
 from pyro_nami.show.render import render
 
 __all__ = [
-    "AmortizationGap",
     "AmortizedPosterior",
-    "AutoIterativeGuide",
     "AutoNaMIGuide",
     "BayesNet",
     "Bound",
-    "ExponentialDecay",
     "Family",
     "InferenceCompilation",
     "Interrupted",
     "Inverse",
-    "IterativeELBO",
-    "NoisyOr",
     "Posterior",
-    "RelaxedELBO",
     "Site",
     "Verdict",
     "Verification",
     "WeightedSamples",
-    "amortization_gap",
     "amortize",
     "annealed_importance_sampling",
     "calibrate",
-    "diagnose",
     "extract_bayesnet",
     "fit",
     "flow",

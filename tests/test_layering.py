@@ -18,7 +18,6 @@ ROOMS = [
     "guide",
     "inference",
     "annealing",
-    "refinement",
     "fit",
     "amortize",
     "checking",

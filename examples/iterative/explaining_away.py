@@ -32,10 +32,12 @@ sys.path += [str(HERE.parent / "paper"), str(HERE.parent / "noisy_or")]
 
 from experiment import Cell, Run, mean_and_error, parse, print_table, run_cells, write_results  # noqa: E402
 from measures import exact  # noqa: E402
+from refinement import AutoIterativeGuide, IterativeELBO  # noqa: E402
+from relaxation import RelaxedELBO  # noqa: E402
 from systems import SYSTEMS, NoisyOrModel  # noqa: E402
 from worlds import patterns, split  # noqa: E402
 
-from pyro_nami import AutoIterativeGuide, AutoNaMIGuide, IterativeELBO, RelaxedELBO  # noqa: E402
+from pyro_nami import AutoNaMIGuide  # noqa: E402
 
 NAME = "explaining_away"
 BASES = {"AVI": "AVI", "ACP": "ACP", "faithful": "faithful, bounded"}

@@ -23,13 +23,13 @@ from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "paper"))
+sys.path += [str(HERE.parent / "paper"), str(HERE.parent / "noisy_or")]
 
 from experiment import Options, parse, print_table, write_results  # noqa: E402
+from refinement import AutoIterativeGuide, IterativeELBO, optimize_directly  # noqa: E402
+from refinement.updates import Refinement  # noqa: E402
 
-from pyro_nami import AutoIterativeGuide, AutoNaMIGuide, IterativeELBO  # noqa: E402
-from pyro_nami.refinement import optimize_directly  # noqa: E402
-from pyro_nami.refinement.updates import Refinement  # noqa: E402
+from pyro_nami import AutoNaMIGuide  # noqa: E402
 
 NAME = "toy"
 OBSERVED, NOISE, STEPS, SAMPLES, DATA = 8, 0.3, 10, 16, 300

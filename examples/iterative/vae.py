@@ -38,12 +38,12 @@ from autoencoders import DEFAULT, HERE, MODELS, Setting, read, setting
 from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 
-sys.path.append(str(HERE.parent / "paper"))
+sys.path += [str(HERE.parent / "paper"), str(HERE.parent / "noisy_or")]
 
 from experiment import Cell, Run, mean_and_error, parse, print_table, run_cells, write_results  # noqa: E402
+from refinement import AutoIterativeGuide, IterativeELBO, optimize_directly  # noqa: E402
 
-from pyro_nami import AutoIterativeGuide, AutoNaMIGuide, IterativeELBO  # noqa: E402
-from pyro_nami.refinement import optimize_directly  # noqa: E402
+from pyro_nami import AutoNaMIGuide  # noqa: E402
 
 NAME = "vae"
 SYSTEMS: dict[str, dict[str, Any]] = {

@@ -9,11 +9,9 @@ from typing import NamedTuple
 import networkx as nx
 import torch
 import torch.nn.functional as F
+from noisy_or_distribution import NoisyOr, NoisyOrDual
 from torch import Tensor
 from worlds import World
-
-from pyro_nami import NoisyOr
-from pyro_nami.factors.bounds import NoisyOrDual
 
 __all__ = [
     "Exact",

@@ -23,11 +23,13 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
+from noisy_or_distribution import NoisyOr
 from pyro.infer import Trace_ELBO
+from relaxation import ExponentialDecay, RelaxedELBO
 from torch import Tensor, nn
 from worlds import World
 
-from pyro_nami import AutoNaMIGuide, ExponentialDecay, NoisyOr, RelaxedELBO
+from pyro_nami import AutoNaMIGuide
 
 __all__ = [
     "LEARNED",

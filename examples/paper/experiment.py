@@ -89,12 +89,12 @@ class Run(NamedTuple):
 
 
 class StepTracker(NamedTuple):
-    """Tells how far a fit is; a `pyro_nami.inference.Tracker`."""
+    """Tells how far a fit is."""
 
     tell: Callable[[float], None]
     steps: int
 
-    def log(self, name: str, value: float, step: int) -> None:
+    def __call__(self, name: str, value: float, step: int) -> None:
         self.tell(step / self.steps)
 
 

@@ -129,7 +129,6 @@ def train(system: str, cell: Cell, run: Run, settings: Mapping[str, Any]) -> dic
         data=data,
         validation=held_out,
         validate_every=EPOCH,
-        checkpoint=run.checkpoint,
         progress=False,
         tracker=run.tracker(steps),
     )
@@ -172,7 +171,6 @@ def guide_posterior(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
         steps,
         arguments,
         data=data,
-        checkpoint=run.checkpoint,
         progress=False,
         tracker=run.tracker(steps),
     )

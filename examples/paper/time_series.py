@@ -209,7 +209,6 @@ def compile_guide(cell: Cell, run: Run) -> dict[str, Any]:
         (x,),
         validation=[held_out],
         validate_every=cell["steps"] // 20,
-        checkpoint=run.checkpoint,
         progress=False,
         tracker=run.tracker(cell["steps"]),
     )

@@ -72,8 +72,6 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
             compilation.fit(
                 cell["steps"],
                 (tree.example(),),
-                checkpoint=run.checkpoint,
-                checkpoint_every=500,
                 progress=False,
                 tracker=run.tracker(cell["steps"]),
             )

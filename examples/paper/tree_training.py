@@ -11,11 +11,9 @@ from __future__ import annotations
 import bisect
 import ctypes
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyro
@@ -27,7 +25,6 @@ from torch import Tensor
 from pyro_nami import AutoNaMIGuide, BayesNet, InferenceCompilation, Inverse, extract_bayesnet
 from pyro_nami.inference import JointDraws, Simulator
 
-KEPT_EVERY = 50  # epochs between checkpoints
 _RELEASED_EVERY = 10  # epochs
 _TEST_BATCH, _DATA_SETS, _SAMPLES, _FINAL = 500, 5, 200, 50_000
 
@@ -124,13 +121,12 @@ def train(
     run: Run,
     data_seed: int,
 ) -> dict[str, Any]:
-    """Returns curves over epochs, and what was reached in the end; goes on from the checkpoint if it is there."""
+    """Returns curves over epochs, and what was reached in the end."""
     start = time.process_time()
-    kept = run.checkpoint.with_suffix(".curves")
     with torch.device(run.options.device):
         guide = make_guide(tree, inverse, networks)
         simulations = Simulations(tree, schedule)
-        measurements = Measurements(tree, guide, simulations, schedule, kept, run.tell, data_seed)
+        measurements = Measurements(tree, guide, simulations, schedule, run.tell, data_seed)
         InferenceCompilation(
             tree,
             guide,
@@ -141,13 +137,10 @@ def train(
             schedule.steps,
             (tree.example(),),
             data=simulations,
-            checkpoint=run.checkpoint,
-            checkpoint_every=KEPT_EVERY * schedule.batches,
             progress=False,
             tracker=measurements,
         )
         kl, error = divergence(tree, guide, schedule.final)
-    kept.unlink(missing_ok=True)
     return {
         **measurements.curves(),
         "kl": kl,
@@ -195,10 +188,7 @@ class Simulations:
 
 
 class Measurements:
-    """What is measured at the end of every epoch: `InferenceCompilation` logs its losses here, step by step.
-
-    Each epoch's are kept under its number, so that a run that goes on from a checkpoint may write them again.
-    """
+    """What is measured at the end of every epoch: `InferenceCompilation` logs its losses here, step by step."""
 
     def __init__(
         self,
@@ -206,15 +196,12 @@ class Measurements:
         guide: AutoNaMIGuide,
         simulations: Simulations,
         schedule: Schedule,
-        file: Path,
         tell: Callable[[float], None],
         data_seed: int,
     ) -> None:
         self.tree, self.guide, self.simulations, self.schedule = tree, guide, simulations, schedule
-        self.file, self.tell = file, tell
-        self.epochs: dict[str, dict[str, float]] = (
-            json.loads(file.read_text()) if file.exists() else {}
-        )
+        self.tell = tell
+        self.epochs: dict[int, dict[str, float]] = {}
         self.losses: list[float] = []
         with torch.random.fork_rng():
             torch.manual_seed(data_seed)
@@ -223,7 +210,7 @@ class Measurements:
             name: x.repeat_interleave(_SAMPLES) for name, x in held_out.observed.items()
         }
 
-    def log(self, name: str, value: float, step: int) -> None:
+    def __call__(self, name: str, value: float, step: int) -> None:
         """Takes the loss of a step."""
         self.losses.append(value)
         epoch, rest = divmod(step, self.schedule.batches)
@@ -231,26 +218,21 @@ class Measurements:
             return
         losses, self.losses = self.losses, []
         with torch.no_grad():
-            self.epochs[str(epoch)] = self._measure(epoch, sum(losses) / len(losses))
-        if epoch % KEPT_EVERY == 0 or epoch == self.schedule.epochs:
-            self.file.write_text(json.dumps(self.epochs))
+            self.epochs[epoch] = self._measure(epoch, sum(losses) / len(losses))
         if epoch % _RELEASED_EVERY == 0:
             _release_memory()
         self.tell(epoch / (self.schedule.epochs + 1))
 
-    def figure(self, name: str, figure: Any, step: int) -> None:
-        """No figures are kept."""
-
     def curves(self) -> dict[str, list[float]]:
         """Returns what was measured, by epoch; ``nll_epochs`` are those at which guides were sampled."""
         epochs = range(1, self.schedule.epochs + 1)
-        rows = [self.epochs[str(epoch)] for epoch in epochs]
+        rows = [self.epochs[epoch] for epoch in epochs]
         sampled = [epoch for epoch, row in zip(epochs, rows) if "nll" in row]
         return {
             "train_kl": [round(row["train_kl"], 5) for row in rows],
             "test_kl": [round(row["test_kl"], 5) for row in rows],
             "nll_epochs": sampled,
-            "nll": [round(self.epochs[str(epoch)]["nll"], 5) for epoch in sampled],
+            "nll": [round(self.epochs[epoch]["nll"], 5) for epoch in sampled],
         }
 
     def _measure(self, epoch: int, loss: float) -> dict[str, float]:

@@ -26,7 +26,6 @@ from pyro_nami.amortize.data_distance import SimulatedData
 from pyro_nami.amortize.first_guide import first_guide, named
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.amortize.soap import SOAP
-from pyro_nami.amortize.truncated_rounds import next_round
 from pyro_nami.factors.unconstrained import flow
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.batches import as_draws
@@ -55,8 +54,6 @@ def amortize(
     steps: int | None = None,
     progress: bool = True,
     guide: AutoNaMIGuide | None = None,
-    at: Mapping[str, Any] | None = None,
-    rounds: int = 4,
     **kwargs: Any,
 ) -> AmortizedPosterior:
     """Returns the posterior of a model as a function of data, by a guide that is compiled on the model's simulations.
@@ -71,14 +68,9 @@ def amortize(
             simulations. A batch is 3.5 times this square root, and twice that for the last two fifths of the steps.
         progress: whether to show a progress bar.
         guide: one to train in place of the guide that is made for the model.
-        at: data that the posterior is wanted for, and no others, where the model's data have no density: simulations
-            then come in ``rounds``, each with a guide of its own, and after the first from where the guide before has
-            its mass given these data; see `truncated_rounds`.
-        rounds: number of them, of equal numbers of simulations.
 
     Raises:
-        ValueError: fewer than 20 simulations; ``at`` where draws have weights, or with simulations given; and as
-            `InferenceCompilation` does.
+        ValueError: fewer than 20 simulations; and as `InferenceCompilation` does.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -90,16 +82,7 @@ def amortize(
         torch.Size([])
     """
     simulator = _simulator(model, args, kwargs, observed, marked=guide is not None)
-    if at is None:
-        return _training(simulator, simulations, steps, progress).posterior(guide)
-    _check_rounds(simulator, simulations, rounds, guide)
-    num = simulations // rounds
-    draws = simulator.draw(simulations - (rounds - 1) * num)
-    posterior = _training(simulator, draws, steps, progress).posterior(None)
-    for _ in range(rounds - 1):
-        draws = next_round(simulator, posterior.guide, at, draws, num)
-        posterior = _training(simulator, draws, steps, progress).posterior(None)
-    return posterior
+    return _training(simulator, simulations, steps, progress).posterior(guide)
 
 
 def _simulator(
@@ -112,17 +95,6 @@ def _simulator(
         model = poutine.infer_config(model, lambda site: {"enumerate": None})  # type: ignore[typeddict-item]
         simulator = Simulator(model, args, kwargs, observed)
     return simulator
-
-
-def _check_rounds(simulator: Simulator, simulations: Any, rounds: int, guide: Any) -> None:
-    is_number = isinstance(simulations, int) and guide is None
-    if not is_number or not isinstance(simulator.model, SimulatorModel):
-        raise ValueError(
-            "Expected at= for data without a density, and simulations to be a number, without guide=. Where data "
-            "have a density, leave at= out: draws are weighted, and carried to the posterior of any data."
-        )
-    if rounds < 1:
-        raise ValueError(f"Expected at least one round; got {rounds}.")
 
 
 def _training(

@@ -1,14 +1,11 @@
-"""Whether a guide is right: calibration, misspecification, and both with weights in one diagnosis."""
+"""Whether a guide is right, and whether data are like its simulations: calibration and misspecification."""
 
 from pyro_nami.checking.calibration import Calibration, calibrate
-from pyro_nami.checking.diagnosis import Diagnosis, diagnose
 from pyro_nami.checking.misspecification import Misspecification, misspecification
 
 __all__ = [
     "Calibration",
-    "Diagnosis",
     "Misspecification",
     "calibrate",
-    "diagnose",
     "misspecification",
 ]

@@ -1,11 +1,11 @@
-"""Figures of calibration and diagnosis, made from plain values with matplotlib (the extra ``viz``).
+"""Figures of calibration, made from plain values with matplotlib (the extra ``viz``).
 
 Figures are made without pyplot, so that no global state changes and no display is needed.
 """
 
 from __future__ import annotations
 
-__all__ = ["RANK_PLOTS", "RankPanel", "draw_histogram", "draw_losses", "draw_ranks", "plot_all"]
+__all__ = ["RANK_PLOTS", "RankPanel", "draw_ranks", "plot_all"]
 
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
@@ -124,37 +124,3 @@ def draw_ranks(axes: Axes, panels: Sequence[RankPanel], kind: str) -> None:
         axes.set(ylim=(0, 1), aspect="equal")
         if widest.name != JOINT_TARP:
             axes.text(0.96, 0.04, "below: overconfident", color=FAINT, ha="right")
-
-
-def draw_losses(
-    axes: Axes, losses: Sequence[float], validation: Sequence[tuple[int, float]]
-) -> None:
-    """Draws the loss of every step, and pairs of steps and held-out losses, in nats."""
-    values = np.asarray(losses, dtype=float)
-    steps = 1 + np.flatnonzero(np.isfinite(values))
-    values = values[steps - 1]
-    axes.plot(steps, values, color=FAINT, lw=0.5, alpha=0.6)
-    width = max(1, len(values) // 50)
-    smooth = np.convolve(values, np.ones(width) / width, mode="valid")
-    axes.plot(steps[width - 1 :], smooth, color=GOOD, lw=1.4, label="training, smoothed")
-    if validation:
-        axes.plot(*zip(*validation), color=BAD, lw=1.2, marker="o", ms=2.5, label="held out")
-    low, high = np.quantile(values[len(values) // 5 :], [0, 0.99])
-    span = (high - low) or 1.0
-    axes.set(xlabel="step", ylabel="nats", ylim=(low - 0.05 * span, high + 0.1 * span))
-    axes.legend()
-
-
-def draw_histogram(
-    axes: Axes,
-    values: np.ndarray,
-    x_label: str,
-    place: float,
-    label: str,
-    limits: tuple[float, float] | None = None,
-) -> None:
-    """Draws a histogram over data sets, between limits if given, and a vertical line at a place."""
-    axes.hist(values, bins=30, range=limits, color=GOOD, alpha=0.75)
-    axes.axvline(place, color=BAD, lw=1.4, label=label)
-    axes.set(xlabel=x_label, ylabel="data sets")
-    axes.legend()

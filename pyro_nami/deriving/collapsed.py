@@ -312,11 +312,11 @@ class Collapsed:
 
     # ---- conditionals
 
-    def mix(self, fold: int = 1) -> float | None:
+    def mix(self, is_weighted: bool = True) -> float | None:
         """Takes a mixture about all modes that searches find; of few numbers with parts where weights are large.
 
         Args:
-            fold: see `adapted_mixture`; 0 for parts about modes alone, whose draws are near the posterior as they are.
+            is_weighted: whether draws will be; if not, parts are about modes alone, near the posterior as they are.
 
         Returns:
             The share of searches that would lead to modes unseen so far; None where no mode was found.
@@ -327,8 +327,8 @@ class Collapsed:
         if self._further is None:
             self._further = self._vectors_of_others(is_small)
         vectors = [self._vector, *self._further[:MOST_MODES]]
-        if fold and is_small:
-            self._take(*adapted_mixture(self._heights, vectors, fold))
+        if is_weighted and is_small:
+            self._take(*adapted_mixture(self._heights, vectors))
         else:
             self._take(vectors, shares_of(self._heights, vectors))
         return 1.0 if len(self._further) > MOST_MODES else self._modes.unseen

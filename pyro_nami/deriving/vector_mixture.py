@@ -36,14 +36,13 @@ WIDE = 1.5
 
 
 def adapted_mixture(
-    heights: Heights, vectors: Sequence[BentVector], fold: int = 1
+    heights: Heights, vectors: Sequence[BentVector]
 ) -> tuple[list[BentVector], Tensor]:
     """Returns the parts of a mixture that has no large importance weights, and the logs of their shares.
 
     Args:
         heights: from points ``(points, *batch, numbers)`` to log densities in nats, of one data set.
         vectors: the first parts, one about each mode.
-        fold: by how many times more points weights are told than by default.
 
     Example:
         >>> heights = lambda x: torch.logaddexp(-x.square() / 2, -(x - 9.0).square() / 2).squeeze(-1)  # two modes
@@ -55,7 +54,7 @@ def adapted_mixture(
     first = vectors[0]
     parts = [*vectors, *(each._replace(root=WIDE * each.root) for each in vectors)]
     most = MOST_PARTS + len(parts)
-    counts = [fold * POINTS] + [fold * MORE_POINTS] * (len(parts) - 1)
+    counts = [POINTS] + [MORE_POINTS] * (len(parts) - 1)
     points = torch.cat([_points(part, count) for part, count in zip(parts, counts)])
     height = heights(points)
     log_q = torch.stack([part.log_prob(points) for part in parts])
@@ -69,13 +68,13 @@ def adapted_mixture(
         large = height.flatten() - _mixed(shares, flat) - log_total  # weights of the result
         if float(large.max()) <= math.log(LARGE) or len(parts) >= most:
             return parts, shares.log()
-        part = _about(points, int(large.argmax()), weights, first, fold * NEAR)
-        more = _points(part, fold * MORE_POINTS)
+        part = _about(points, int(large.argmax()), weights, first)
+        more = _points(part, MORE_POINTS)
         points, height = torch.cat([points, more]), torch.cat([height, heights(more)])
         log_q = torch.cat([log_q, torch.stack([each.log_prob(more) for each in parts])], 1)
         log_q = torch.cat([log_q, part.log_prob(points)[None]])
         parts.append(part)
-        counts.append(fold * MORE_POINTS)
+        counts.append(MORE_POINTS)
 
 
 class Modes(NamedTuple):
@@ -165,15 +164,15 @@ def _points(vector: BentVector, count: int) -> Tensor:
     return vector.at(normal.expand(count, *vector.center.shape))[0]
 
 
-def _about(points: Tensor, index: int, weights: Tensor, first: BentVector, near: int) -> BentVector:
+def _about(points: Tensor, index: int, weights: Tensor, first: BentVector) -> BentVector:
     """Returns a Normal about one of several weighted points, with the covariance of those near to it."""
     center = points[index]
     off = points - center
     whitened = torch.linalg.solve_triangular(first.root, off.unsqueeze(-1), upper=False)
-    nearest = whitened.flatten(1).square().sum(-1).topk(near, largest=False).indices
+    nearest = whitened.flatten(1).square().sum(-1).topk(NEAR, largest=False).indices
     share = (weights[nearest] + 1 / len(points)) / 2
     share = share / share.sum()
-    off = off[nearest].reshape(near, -1)
+    off = off[nearest].reshape(NEAR, -1)
     covariance = (share * off.mT) @ off
     covariance = covariance.reshape(first.root.shape)
     root, failed = torch.linalg.cholesky_ex(covariance)

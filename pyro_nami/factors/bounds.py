@@ -1,7 +1,7 @@
 """Bounds on the log density of a child, linear or quadratic in its predictor, which is linear in the latents.
 
-With such a bound in place of the likelihood, latents have conditionals in closed form: Bernoulli
-under a noisy-OR, Normal under a logistic regression. Users add bounds by `register_bound`.
+With such a bound in place of the likelihood, latents have conditionals in closed form: Normal under
+a logistic regression, Bernoulli under a noisy-OR (`examples/noisy_or`), whose bound is added by `register_bound`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Distribution
 from torch.nn.functional import logsigmoid
 
-from pyro_nami.factors.noisy_or import NoisyOr
 from pyro_nami.factors.wrappers import innermost, layers, through_wrappers
 
 __all__ = [
     "Bound",
     "JaakkolaJordan",
-    "NoisyOrDual",
     "bound_for",
     "log_prob_or_bound",
     "register_bound",
@@ -87,47 +85,6 @@ class Bound(ABC):
         """
         s, (constant, linear, quadratic) = self.predictor(fn), self.coefficients(value, xi)
         return _summed(fn, constant + linear * s + quadratic * s.square())
-
-
-class NoisyOrDual(Bound):
-    """The upper bound of a noisy-OR by its conjugate dual; s are the rates, and xi is psi, its slope.
-
-    log(1 - exp(-s)) <= psi s - g(psi), g(psi) = (psi + 1) log(psi + 1) - psi log psi, with equality at
-    psi = 1 / (exp(s) - 1). Where x = 0, log p is -s whatever psi. A psi below the smallest normal number counts as it.
-
-    References:
-        Jaakkola & Jordan 1999, Variational Probabilistic Inference and the QMR-DT Network; Yan, Ailem & Sha 2019,
-        Amortized Inference of Variational Bounds for Learning Noisy-OR, equations 7 and 8.
-
-    Example:
-        >>> fn = NoisyOr(torch.zeros(1, 1), torch.tensor([0.5]), torch.zeros(1))
-        >>> one, s = torch.ones(1), fn.rates
-        >>> fn.log_prob(one), NoisyOrDual().log_bound(fn, one, NoisyOrDual().tightest(one, s, s**2))
-        (tensor(-0.9328), tensor(-0.9328))
-    """
-
-    side = "upper"
-
-    def leaf_predictor(self, leaf: NoisyOr) -> Tensor:
-        return leaf.rates
-
-    def coefficients(self, value: Tensor, xi: Tensor) -> tuple[Tensor, Tensor, float]:
-        psi, present = xi.clamp(min=torch.finfo(xi.dtype).tiny), value != 0
-        # log(psi + 1) - log psi is -logsigmoid(log psi)
-        dual = psi.log1p() - psi * logsigmoid(psi.log())
-        return torch.where(present, -dual, 0.0), torch.where(present, psi, -1.0), 0.0
-
-    def relevance(self, s: Tensor) -> Tensor:
-        return -torch.expm1(-s)
-
-    def log_density(self, value: Tensor, s: Tensor) -> Tensor:
-        present = torch.expm1(-s.clamp(min=torch.finfo(s.dtype).tiny ** 0.5)).neg().log()
-        return torch.where(value != 0, present, -s)
-
-    def tightest(self, value: Tensor, mean: Tensor, square: Tensor) -> Tensor:
-        # so that the slope is finite as well
-        s = mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5)
-        return torch.exp(-s) / -torch.expm1(-s)
 
 
 class JaakkolaJordan(Bound):
@@ -216,4 +173,4 @@ def _summed(fn: Distribution, density: Tensor) -> Tensor:
     return density.flatten(-event_dim).sum(-1) if event_dim else density
 
 
-_BOUNDS: dict[type, Bound] = {NoisyOr: NoisyOrDual(), Bernoulli: JaakkolaJordan()}
+_BOUNDS: dict[type, Bound] = {Bernoulli: JaakkolaJordan()}

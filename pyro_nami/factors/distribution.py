@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from pyro_nami.factors.elements import LatestDraw, draw_elements
-from pyro_nami.factors.gumbel_softmax import gumbel_softmax
 from pyro_nami.factors.layout import Layout
 from pyro_nami.factors.path_scored import PathScored
 
@@ -69,16 +68,6 @@ class SiteDistribution(PathScored):
         wide = copy.copy(self)
         wide._batch_shape = torch.broadcast_shapes(tuple(batch_shape), self._batch_shape)
         return wide
-
-    def relaxed(self, temperature: float) -> SiteDistribution | None:
-        """Returns this with relaxed draws if its value is binary or one-hot, else None; see `gumbel_softmax`."""
-        if not self._layout.is_indicator:
-            return None
-        new = copy.copy(self)
-        new._elements, new._latest = gumbel_softmax(self._elements, temperature), LatestDraw()
-        new._support = constraints.independent(constraints.unit_interval, len(self._event_shape))
-        new.fixed = None  # at a relaxed draw the mean of the score is not zero
-        return new
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Returns a reparameterized draw ``(*sample_shape, *batch, *event)``."""
@@ -187,11 +176,6 @@ class Relocated(TorchDistribution):
         inside = self._relocation.inside(torch.Size(batch_shape))
         return Relocated(self._base.expand(inside), self._relocation)
 
-    def relaxed(self, temperature: float) -> Relocated | None:
-        """Returns this with relaxed draws if its value is binary or one-hot, else None; see `gumbel_softmax`."""
-        base = gumbel_softmax(self._base, temperature)
-        return None if base is None else Relocated(base, self._relocation)
-
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         return self._out(self._base.rsample(sample_shape), len(sample_shape))
 
@@ -227,7 +211,3 @@ class Relocated(TorchDistribution):
         if not isinstance(part, Tensor):
             return part
         return part.reshape(self._relocation.outside(part.shape))
-
-
-gumbel_softmax.register(SiteDistribution, SiteDistribution.relaxed)
-gumbel_softmax.register(Relocated, Relocated.relaxed)

@@ -7,7 +7,6 @@ and a Kumaraswamy distribution that torch has in lower precision.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,15 +18,15 @@ from torch.distributions.constraints import Constraint
 from torch.nn.functional import logsigmoid
 
 from pyro_nami.factors.bijections import interior, support_of
-from pyro_nami.factors.gumbel_softmax import gumbel_noise, logistic_noise
 
 __all__ = [
     "Elements",
-    "ExpRelaxedElements",
     "LatestDraw",
     "LogisticElements",
     "StableKumaraswamy",
     "draw_elements",
+    "logistic_noise",
+    "off_ends",
 ]
 
 
@@ -82,6 +81,18 @@ def draw_elements(elements: Distribution, shape: torch.Size) -> Tensor:
     return interior(support_of(elements), wide.rsample() if wide.has_rsample else wide.sample())
 
 
+def logistic_noise(shape: torch.Size, like: Tensor) -> Tensor:
+    """Returns standard logistic noise of a shape, finite, of the dtype and device of ``like``."""
+    uniform = off_ends(torch.rand(shape, dtype=like.dtype, device=like.device))
+    return uniform.log() - (-uniform).log1p()
+
+
+def off_ends(unit: Tensor) -> Tensor:
+    """Returns numbers of the unit interval off its ends."""
+    finfo = torch.finfo(unit.dtype)
+    return unit.clamp(finfo.tiny, 1 - finfo.eps)
+
+
 class LogisticElements(Elements):
     """The logit of a relaxed Bernoulli variable: x = (logits + logistic noise) / temperature, both ``(*batch, E)``.
 
@@ -106,41 +117,6 @@ class LogisticElements(Elements):
     def log_prob(self, value: Tensor) -> Tensor:
         gap = self.logits - self.temperature * value
         return self.temperature.log() + logsigmoid(gap) + logsigmoid(-gap)
-
-
-class ExpRelaxedElements(Elements):
-    """x = log softmax((logits + Gumbel noise) / temperature), scored by the density of exp(x) on the simplex.
-
-    Logits are ``(*batch, E, classes)``, the temperature is broadcastable with ``(*batch, E)``.
-
-    References:
-        Maddison, Mnih and Teh 2017, The Concrete Distribution, eq. 10 and appendix C.
-
-    Example:
-        >>> relaxed = ExpRelaxedElements(torch.zeros(1, 2), torch.ones(1))  # uniform on the simplex
-        >>> relaxed.log_prob(torch.tensor([[0.3, 0.7]]).log()).abs() < 1e-5
-        tensor([True])
-    """
-
-    support = constraints.real_vector
-
-    def __init__(
-        self, logits: Tensor, temperature: Tensor, validate_args: bool | None = None
-    ) -> None:
-        self.logits, self.temperature = logits, temperature
-        shape = torch.broadcast_shapes(logits.shape[:-1], temperature.shape)
-        super().__init__(shape, logits.shape[-1:], validate_args=validate_args)
-
-    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        noisy = self.logits + gumbel_noise(self._extended_shape(sample_shape), self.logits)
-        return (noisy / self.temperature.unsqueeze(-1)).log_softmax(-1)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        classes = value.shape[-1]
-        score = (self.logits - self.temperature.unsqueeze(-1) * value).log_softmax(-1)
-        return (
-            (score - value).sum(-1) + math.lgamma(classes) + (classes - 1) * self.temperature.log()
-        )
 
 
 class StableKumaraswamy(dist.Kumaraswamy):

@@ -15,7 +15,6 @@ from torch.distributions import Distribution
 from pyro_nami.factors.bijections import detached_support, has_tensor_bounds, support_of
 from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.elements import Elements, LatestDraw, draw_elements
-from pyro_nami.factors.gumbel_softmax import gumbel_softmax
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.layout import Layout, UnconstrainedLayout
 
@@ -199,24 +198,14 @@ class SequentialElements(Elements):
         self._dims = dims
         self._sizes = sizes
         self._latest = LatestDraw()
-        # at which every element is drawn, and read by those after it
-        self._temperature: float | None = None
         super().__init__(batch_shape + (family.num_elements,), validate_args=False)
-
-    def relaxed(self, temperature: float) -> SequentialElements:
-        """Returns the same with relaxed draws of each element; see `gumbel_softmax`."""
-        new = copy.copy(self)
-        new._temperature = temperature
-        new.has_rsample = True
-        new._latest = LatestDraw()
-        return new
 
     def log_prob(self, value: Tensor) -> Tensor:
         (params,) = self._latest.recall(value) or (None,)
         if params is None:
             features = to_sequence(self._family.element_features(value), self._dims, 1)
             params = to_instances(self._conditionals.all(features), self._dims, self._sizes, 1)
-        return self._elements(params, self._anchor).log_prob(value)
+        return self._family.elements(params, self._anchor).log_prob(value)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         shape = self._extended_shape(sample_shape)
@@ -244,7 +233,7 @@ class SequentialElements(Elements):
         all_params, elements = [params], []
         for index in range(count):
             here = None if anchor is None else anchor[..., index : index + 1, :]
-            element = draw_elements(self._elements(params.unsqueeze(-2), here), shape + (1,))
+            element = draw_elements(self._family.elements(params.unsqueeze(-2), here), shape + (1,))
             elements.append(element)
             if index + 1 < count:
                 params, advance = advance(self._family.element_features(element).squeeze(-2))
@@ -252,12 +241,3 @@ class SequentialElements(Elements):
         return torch.cat(elements, len(shape)), torch.stack(
             torch.broadcast_tensors(*all_params), -2
         )
-
-    def _elements(self, params: Tensor, anchor: Tensor | None) -> Distribution:
-        elements = self._family.elements(params, anchor)
-        if self._temperature is None:
-            return elements
-        return gumbel_softmax(elements, self._temperature)
-
-
-gumbel_softmax.register(SequentialElements, SequentialElements.relaxed)

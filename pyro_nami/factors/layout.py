@@ -21,7 +21,7 @@ from pyro_nami.factors.bijections import (
     support_on,
 )
 
-__all__ = ["Layout", "LogLayout", "NormalLayout", "ObservedLayout", "UnconstrainedLayout"]
+__all__ = ["Layout", "NormalLayout", "ObservedLayout", "UnconstrainedLayout"]
 
 
 _INDICATORS = type(constraints.boolean), type(constraints.one_hot)
@@ -118,19 +118,6 @@ class Layout:
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         self.support = support_on(support, len(self.event_shape))
         self.batch_shape = torch.Size(batch_shape)
-
-
-class LogLayout(Layout):
-    """The logarithms of the value's entries; the density stays that of the value (relaxed one-hot vectors)."""
-
-    def value(self, elements: Tensor) -> Tensor:
-        return super().value(elements.exp())
-
-    def elements(self, value: Tensor) -> Tensor:
-        return super().elements(value).log()
-
-    def element_features(self, elements: Tensor) -> Tensor:
-        return super().element_features(elements.exp())
 
 
 class UnconstrainedLayout(Layout):

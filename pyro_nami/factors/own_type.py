@@ -1,4 +1,4 @@
-"""The family of the model's own distribution type: of discrete and relaxed sites, and ``"match"``."""
+"""The family of the model's own distribution type: of discrete sites, and ``"match"``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributions import Distribution
 from torch.nn.functional import pad
 
 from pyro_nami.factors.family import Family
+from pyro_nami.factors.layout import Layout
 from pyro_nami.factors.links import RANGE, within
 from pyro_nami.factors.types import TYPES, Row, num_classes
 from pyro_nami.factors.wrappers import innermost, through_wrappers
@@ -22,7 +23,7 @@ class OwnTypeFamily(Family):
     """A factor of the prior's own type at raw parameters = the prior's + the network's: at zero it is the prior.
 
     So `initial` starts from the prior, whatever the value; without an anchor, from the prototype's, averaged over its
-    batch. Behind the raw parameters the anchor has what the factor takes over (a total count, a temperature).
+    batch. Behind the raw parameters the anchor has what the factor takes over (a total count).
 
     Example:
         >>> prior = torch.distributions.Poisson(torch.tensor(2.0))
@@ -39,7 +40,7 @@ class OwnTypeFamily(Family):
         self.num_params = raw.shape[-1] - (self._row.given is not None)
         self.has_rsample = leaf.has_rsample
         self.layout_type = functools.partial(
-            self._row.layout_type,
+            Layout,
             element_ndims=len(leaf.event_shape),
             num_classes=num_classes(leaf),
             dtype=raw.dtype,

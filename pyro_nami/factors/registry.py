@@ -30,7 +30,7 @@ def make_family(spec: FamilySpec, name: str, prior: Distribution, value: Tensor)
     """Returns the family of one latent site.
 
     Args:
-        spec: None for the default (the model's own type for discrete and relaxed sites; for continuous ones Normal, but
+        spec: None for the default (the model's own type for discrete sites; for continuous ones Normal, but
             sinh-arcsinh for a single bounded number outside of plates); a name (``"normal"``, ``"sinh_arcsinh"``,
             ``"mixture"``, ``"flow"``, ``"match"``, or registered), or a `Family` subclass or callable as for that.
         name, prior, value: as for `Family`.
@@ -129,7 +129,7 @@ def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:
 def _default(name: str, prior: Distribution, value: Tensor, *, match: bool = False) -> Family:
     """Returns the default family; with ``match``, that of the model's own type where `types` has its links."""
     row, support = type_of(prior), support_of(prior)
-    discrete = support.is_discrete or row.is_relaxed
+    discrete = support.is_discrete or row.is_hard
     if row.links and (discrete or match):
         return OwnTypeFamily(name, prior, value)
     if discrete:

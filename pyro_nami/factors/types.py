@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributions.utils import euler_constant
 
 from pyro_nami.factors.bijections import NearlyIdentity
-from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements, StableKumaraswamy
-from pyro_nami.factors.layout import Layout, LogLayout, UnconstrainedLayout
+from pyro_nami.factors.elements import StableKumaraswamy
 from pyro_nami.factors.links import POSITIVE, RATE, REAL, Link, log, within
 from pyro_nami.factors.wrappers import innermost
 
@@ -46,12 +45,9 @@ class Row(NamedTuple):
     given: str | None = None  # a parameter that is the prior's own
     vector: bool = False  # whether the parameter is a vector
     make: Callable[..., td.Distribution] | None = None  # by parameters, in place of the type
-    layout_type: type[Layout] = Layout  # of values of the own type as elements
-
-    @property
-    def is_relaxed(self) -> bool:
-        """Whether the type is a relaxed discrete one."""
-        return self.given == "temperature"
+    is_hard: bool = (
+        False  # whether values are discrete, on a continuous support, as no factor gives them
+    )
 
 
 def type_of(prior: td.Distribution) -> Row:
@@ -209,22 +205,7 @@ TYPES: dict[type, Row] = {
     dist.GammaPoisson: Row(None, _CONCENTRATION_RATE, make=_gamma_poisson),
     td.Binomial: Row(None, _LOGITS, given="total_count"),
     dist.BetaBinomial: Row(None, _CONCENTRATIONS, given="total_count"),
-    # relaxed; without links where the model draws hard values, which no factor gives
-    td.RelaxedBernoulli: Row(
-        None,
-        _LOGITS,
-        given="temperature",
-        make=LogisticElements,
-        layout_type=UnconstrainedLayout,
-    ),
-    td.RelaxedOneHotCategorical: Row(
-        None,
-        _LOGITS,
-        given="temperature",
-        vector=True,
-        make=ExpRelaxedElements,
-        layout_type=LogLayout,
-    ),
-    dist.RelaxedBernoulliStraightThrough: Row(given="temperature"),
-    dist.RelaxedOneHotCategoricalStraightThrough: Row(given="temperature"),
+    # relaxed, with hard values
+    dist.RelaxedBernoulliStraightThrough: Row(is_hard=True),
+    dist.RelaxedOneHotCategoricalStraightThrough: Row(is_hard=True),
 }

@@ -222,7 +222,7 @@ class RelaxedFamily(Family):
 def relaxed(temperature: float) -> Callable[[str, Distribution, Tensor], Family]:
     """Returns the family of relaxed Bernoulli variables at this temperature, for ``families={"z": relaxed(2 / 3)}``.
 
-    By default a `RelaxedBernoulli` site keeps the prior's. Raises ValueError for one that is not positive.
+    Raises ValueError for one that is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"Expected a positive temperature; got {temperature}")

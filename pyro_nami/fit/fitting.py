@@ -42,7 +42,6 @@ FEWEST = 1000  # draws that tell whether a guide is right
 FIRST = (
     256  # draws that tell whether a guide that is to learn is right as it is; 4,000 may take 45 s
 )
-FOLD = 4  # times as many points, by which mixtures of latents that come first are improved
 MOST_DRAWS = 64  # times as many as are asked for, a power of 4
 DRAWING = 20.0  # seconds of processor time that more draws may take
 TRAINING = 60.0  # and that training may
@@ -111,7 +110,7 @@ def fit(
             seed_rng(seed)
         try:
             posterior = search.posterior()
-            search.guide.mix(0)
+            search.guide.mix(is_weighted=False)
             if draws < FEWEST:
                 posterior = _fewer(posterior, draws)
         except KeyboardInterrupt as error:
@@ -156,8 +155,6 @@ class _Fitting:
             if self._run_chains():
                 return self._found
             self._take(self._trained())
-        if not self._is_enough and self.guide.mix(FOLD) is not None:
-            self._take(self._weighed(self.num))
         if self._found.pareto_k <= K_MAX:
             self._draw_more()
         if not self._found.verdict.is_trusted and not self._run_chains():

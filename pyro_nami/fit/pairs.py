@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +14,6 @@ __all__ = ["draw_pairs"]
 
 COLOR = "#2b6cb0"
 SIDE = 1.8  # inches of a panel
-POINTS = 1000  # of a cloud, at most
-BINS = 40  # of a histogram
-WIDTH = 90  # characters of a line of the title
 
 
 def draw_pairs(numbers: Mapping[str, np.ndarray], title: str) -> Figure:
@@ -43,11 +39,10 @@ def draw_pairs(numbers: Mapping[str, np.ndarray], title: str) -> Figure:
         panel.tick_params(labelsize=7)
         panel.spines[["top", "right"]].set_visible(False)
         if i == j:
-            panel.hist(across, bins=BINS, color=COLOR, density=True)
+            panel.hist(across, bins="auto", color=COLOR, density=True)
             panel.set_yticks([])
         elif i > j:
-            every = max(1, len(across) // POINTS)
-            panel.scatter(across[::every], up[::every], s=3, alpha=0.3, color=COLOR, linewidths=0)
+            panel.scatter(across, up, s=3, alpha=0.1, color=COLOR, linewidths=0)
             panel.set_xlim(axes[j, j].get_xlim())
         else:
             panel.set_visible(False)
@@ -55,5 +50,5 @@ def draw_pairs(numbers: Mapping[str, np.ndarray], title: str) -> Figure:
             panel.set_xlabel(names[j], fontsize=8)
         if j == 0 and i > 0:
             panel.set_ylabel(names[i], fontsize=8)
-    figure.suptitle(fill(title, WIDTH), fontsize=9)
+    figure.suptitle(title, fontsize=9, wrap=True)
     return figure

@@ -19,8 +19,8 @@ from pyro_nami.fit.mode import highest
 from pyro_nami.fit.pairs import draw_pairs
 from pyro_nami.fit.verdict import Verdict, of_weights
 from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
-from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, interval, over
-from pyro_nami.messages import aligned, quoted, warn
+from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
+from pyro_nami.messages import quoted, warn
 from pyro_nami.program.isolation import forked_rng, seed_rng
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Posterior", "is_derived"]
 
 MOST_PLOTTED = 6  # numbers of a figure of pairs
-MOST_LINES = 100  # of a site in a table
 DERIVED = {"exact", "quadrature", "prior"}  # rules of conditionals in closed form
 
 
@@ -188,48 +187,6 @@ class Posterior(WeightedSamples):
         return AtDraws.of(target, held).read(held, read)
 
     # ---- for the reader
-
-    def summary(self, prob: float = 0.9) -> str:
-        """Returns the verdict, and a table of the posterior with a line for each element.
-
-        Columns are mean, standard deviation, median and the ends of a central interval; ``draws``, how many
-        independent draws would tell the mean as well; and ``moved``, by how much the weights moved the mean of the
-        guide's draws, in standard deviations.
-
-        Args:
-            prob: of the central interval.
-        """
-        return f"{self!r}\n\n{self._table(prob)}"
-
-    def _table(self, prob: float) -> str:
-        ends = interval(prob)
-        head = ("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends), "draws", "moved")
-        rows: list[tuple[str, ...]] = [head]
-        for name, value in self.samples.items():
-            mean, sd = self.mean(name), self.std(name)
-            moved = (value.to(mean).mean(0) - mean).abs() / sd
-            told = torch.stack(
-                [mean, sd, *self.quantile(name, ends).to(mean), self._effective(name), moved]
-            )
-            places = itertools.product(*map(range, mean.shape))
-            for place, numbers in zip(
-                itertools.islice(places, MOST_LINES), told.reshape(7, -1).T.tolist()
-            ):
-                index = f"[{', '.join(map(str, place))}]" if place else ""
-                *numbers, effective, off = numbers
-                shown = (f"{number:.3g}" for number in numbers)
-                rows.append((name + index, *shown, f"{effective:.0f}", f"{off:.2f}"))
-            if mean.numel() > MOST_LINES:
-                rows.append((f"{name}: {mean.numel() - MOST_LINES:,} more", *[""] * 7))
-        return "\n".join(aligned(rows, words=(0,)))
-
-    def _effective(self, name: str) -> Tensor:
-        """Returns how many independent draws would tell the mean of each element as well, ``(*site shape)``."""
-        value, weights = self._weighted(name, smoothed=True)
-        off = (value - (weights * value).sum(0)).square()
-        variance = (weights * off).sum(0)
-        error = (weights.square() * off).sum(0) + variance * over(self._pool.draws[None], value)[0]
-        return (variance / error).where(variance > 0, float(self.num_samples))
 
     def __repr__(self) -> str:
         return super().__repr__().replace("WeightedSamples", "Posterior", 1)

@@ -5,7 +5,7 @@ and `fully_connected` are the baselines of that paper. To add an inversion:
 
 - write a function from `BayesNet` to `Inverse`: an elimination order of ``sampled(net)``, and for
   each latent the sites that it reads, each with the shared plates that it is read across;
-- name it in `INVERSIONS`, from which guides and the command line take their choices;
+- name it in `INVERSIONS`, from which guides take their choices;
 - ask `verify_inverse` whether it is faithful and minimal.
 
 A method that changes only the order of elimination is a heuristic in `min_fill` and a word in

@@ -110,8 +110,8 @@ def assemble(
 
 def _may_lift(options: Options) -> bool:
     """Whether the sites of a loop may be held as one: by default options, in a guide for one data set."""
-    is_plain = options.inverse == "auto" and options.blocks is None and options.covariates == "auto"
-    named = options.families or options.observed or options.embeddings or options.index_maps
+    is_plain = options.inverse == "auto" and options.blocks is None
+    named = options.families or options.observed or options.embeddings
     is_fixed = options.mode in (None, Mode.FIXED)
     return (
         is_plain and is_fixed and options.exact and options.anchor and not (named or options.rules)
@@ -362,7 +362,6 @@ def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tens
             standard[name] = _site_standard(first, plan, name)
     values = covariate_values(
         plan.covariates,
-        first.options.covariates,
         first.program,
         first.run,
     )

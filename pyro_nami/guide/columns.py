@@ -1,7 +1,7 @@
 """The covariates of a guide: which columns there are, and their values in a call.
 
-`find_covariates` finds them at the first call, by the guide's option; `covariate_values` reads them
-in every call. `pyro_nami.reading.covariates` says what a column is and how probing finds it.
+`find_covariates` finds them at the first call; `covariate_values` reads them in every call.
+`pyro_nami.reading.covariates` says what a column is and how probing finds it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from pyro_nami.guide.first_call import FirstCall
-from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates
 from pyro_nami.messages import warn
 from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS
 from pyro_nami.program.plate_dims import first_instance
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Sites, Values
-from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
+from pyro_nami.reading.covariates import Column, ColumnSearch, columns_of
 
 __all__ = ["covariate_values", "find_covariates"]
 
@@ -30,8 +27,6 @@ _MOST_COVARIATES = 64
 def find_covariates(first: FirstCall) -> Covariates:
     """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""
     sites = [name for name, site in first.net.sites.items() if site.plates and name in first.nodes]
-    if first.options.covariates != "auto":
-        return _given(first, sites)
     if not sites or not first.draws:
         return Covariates()
     searches, references = _search(first, sites)
@@ -39,8 +34,7 @@ def find_covariates(first: FirstCall) -> Covariates:
     if full:
         warn(
             f"Site '{full[0]}' differs between the instances of its plate in {_MOST_COVARIATES} covariates at "
-            "least, and factors read no others. Name what they shall read: covariates=, a callable from the "
-            "model's arguments to a mapping from sites to tensors."
+            "least, and factors read no others."
         )
     columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
     used = {
@@ -90,24 +84,6 @@ def _explained(first: FirstCall, name: str, search: ColumnSearch) -> bool:
     )
 
 
-def _given(first: FirstCall, sites: Collection[str]) -> Covariates:
-    """Returns the columns that the user gives, with the masks of all sites before them."""
-    option = first.options.covariates
-    given = {} if option is None else option(*first.program.args, **first.program.kwargs)
-    check_names("covariates", given, sites, "a site in a plate")
-    columns = {
-        name: (
-            *([Column(0, MASK, 0)] if isinstance(first.nodes[name]["mask"], Tensor) else []),
-            *(map(Given, range(given[name].shape[-1])) if name in given else ()),
-        )
-        for name in sites
-    }
-    initial = _first_instances(
-        first, {name: site.get("value") for name, site in first.nodes.items()}
-    )
-    return Covariates({name: found for name, found in columns.items() if found}, [initial])
-
-
 def _first_instances(first: FirstCall, values: Mapping[str, Any]) -> Values:
     return {
         name: first_instance(values[name], first.nodes[name])
@@ -118,16 +94,14 @@ def _first_instances(first: FirstCall, values: Mapping[str, Any]) -> Values:
 
 def covariate_values(
     covariates: Covariates,
-    option: Any,
     program: Program,
     run: Callable[[Values], Sites],
     lacking: Collection[str] = (),
 ) -> Values:
     """Returns site -> covariates ``(*batch, columns)``, for every site that has some and that is not ``lacking``.
 
-    ``option`` is the guide's option ``covariates``, ``run`` runs the program at a reference draw.
+    ``run`` runs the program at a reference draw.
     """
-    given = option(*program.args, **program.kwargs) if callable(option) else {}
     sites_at = functools.lru_cache(None)(lambda number: run(covariates.references[number]))
     leaves = program.leaves()
 
@@ -135,7 +109,7 @@ def covariate_values(
         return sites_at(number)[name]
 
     return {
-        name: columns_of(columns, functools.partial(at_draw, name), leaves, given.get(name))
+        name: columns_of(columns, functools.partial(at_draw, name), leaves)
         for name, columns in covariates.columns.items()
         if name not in lacking
     }

@@ -113,8 +113,8 @@ def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
     if isinstance(spec, Mapping):
         check_names("families", spec, first.net.latent, "a latent site")
         spec = spec.get(name)
-    if spec is None and not first.options.simulated and type_of(site["fn"]).is_relaxed:
-        spec = "normal"  # which AutoNormal has, too; a relaxed type cannot represent it
+    if spec is None and not first.options.simulated and type_of(site["fn"]).is_hard:
+        spec = "normal"  # which AutoNormal has, too
     return make_family(spec, name, site["fn"], site["value"])
 
 

@@ -195,10 +195,6 @@ def _extracted(program: Program, options: Options, nodes: Sites, lifted: bool) -
         program.kwargs,
         observed=options.observed,
         init=lambda site: nodes[site["name"]]["value"],
-        index_maps={
-            pair: given(*program.args, **program.kwargs)
-            for pair, given in options.index_maps.items()
-        },
         lifted=lifted,
     )
 

@@ -28,7 +28,7 @@ from pyro_nami.deriving.grid_search import Box
 from pyro_nami.deriving.grids import MOST_ON_GRID, SIZE, points_of
 from pyro_nami.deriving.marginal_quadrature import Marginal
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
-from pyro_nami.factors.types import type_of
+from pyro_nami.factors.wrappers import innermost
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call, Kept, reference_values
@@ -118,8 +118,10 @@ def _is_free(first: FirstCall, name: str) -> bool:
     support = support_of(site["fn"])
     parents = set(first.net.graph.predecessors(name))
     are_known = not has_tensor_bounds(support) or parents <= set(first.net.observed)
-    is_chosen = name in (first.options.families or ()) or type_of(site["fn"]).is_relaxed
-    return not support.is_discrete and are_known and not is_chosen and own_mask(site) is None
+    is_chosen = name in (first.options.families or ())
+    is_relaxed = hasattr(innermost(site["fn"]), "temperature")  # with a mode at each class
+    is_left = support.is_discrete or is_relaxed or is_chosen
+    return are_known and not is_left and own_mask(site) is None
 
 
 def _fits_grid(first: FirstCall, rest: Sequence[str], groups: Collection[ConjugateGroup]) -> bool:

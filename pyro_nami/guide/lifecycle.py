@@ -254,18 +254,18 @@ class LazyGuide(AutoGuide):
             self(*args, **kwargs)
         self._reader.count_as_training()
 
-    def mix(self, fold: int = 1) -> float | None:
+    def mix(self, is_weighted: bool = True) -> float | None:
         """Draws the latents that come first from mixtures, as of the next call: for draws that are weighted.
 
         Args:
-            fold: how many times more points tell the mixtures than by default; 0 for draws that are not weighted.
+            is_weighted: whether draws will be; if not, mixtures have parts about modes alone.
 
         Returns:
             The share of searches for modes that would lead to others than those found; None where nothing is mixed.
         """
         tables = self._reader.memory.derived.tables.values()
         found = [each.conditionals for each in tables if isinstance(each.conditionals, Collapsed)]
-        unseen = [each.mix(fold) for each in found]
+        unseen = [each.mix(is_weighted) for each in found]
         return max((share for share in unseen if share is not None), default=None)
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:

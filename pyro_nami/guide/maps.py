@@ -1,13 +1,13 @@
 """The index maps of a call: which instance of a plate each row of another plate reads.
 
 A map is a function of the model's arguments. It is kept while these are the same tensors,
-unchanged, and otherwise found anew: by the user's callable; else by an argument that was this map
+unchanged, and otherwise found anew: by an argument that was this map
 in an earlier call and proves to be it again; else by group testing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pyro
@@ -28,12 +28,11 @@ Pair = tuple[str, str]
 
 
 class MapReader:
-    """Finds the index maps of each call of one guide; ``given`` is its option ``index_maps``."""
+    """Finds the index maps of each call of one guide."""
 
-    def __init__(self, plan: Plan, given: Mapping[Pair, Callable], cache: Cache) -> None:
+    def __init__(self, plan: Plan, cache: Cache) -> None:
         self.plan, self._cache = plan, cache
         self._pairs = [(rows, each.plate) for each in plan.map_plans for rows in each.dims]
-        self._given = {self._pair(*sites): function for sites, function in given.items()}
         self._slots: dict[Pair, int] = {}
         self._latest: IndexMaps | None = None
 
@@ -67,7 +66,7 @@ class MapReader:
             each.plate: max(sites[name]["fn"].batch_shape[each.dim] for name in each.values)
             for each in plan.map_plans
         }
-        maps = self._from_user(call, sizes)
+        maps: dict[Pair, Tensor] = {}
         known = self._rows(call, leaves)
         parts = [
             pair for pair in self._pairs if pair[0] in call.indices and pair[1] not in call.indices
@@ -103,27 +102,6 @@ class MapReader:
             targets = {site: rows for site, rows in each.targets.items() if rows in dims}
             plans += [each._replace(targets=targets, dims=dims)] if dims else []
         return plans
-
-    def _pair(self, latent: str, site: str) -> Pair:
-        each = next(
-            each for each in self.plan.map_plans if latent in each.values and site in each.targets
-        )
-        return each.targets[site], each.plate
-
-    def _from_user(self, call: Call, sizes: Mapping[str, int]) -> dict[Pair, Tensor]:
-        maps = {}
-        for pair, given in self._given.items():
-            rows, plate = pair
-            index = given(*call.program.args, **call.program.kwargs)
-            if rows in call.indices and len(index) != len(call.indices[rows]):
-                index = index[call.indices[rows]]
-            if not _is_map(index, sizes[plate]):
-                raise ValueError(
-                    f"Expected the index map from plate '{rows}' to plate '{plate}' to hold integers from 0 to "
-                    f"{sizes[plate] - 1}; got {index}. Mend the callable in `index_maps`."
-                )
-            maps[pair] = index.to(self.plan.factory["device"])
-        return maps
 
     def _rows(self, call: Call, leaves: Sequence[Any]) -> dict[Pair, dict[int, int]]:
         """Returns the index maps of the rows that earlier calls on the same arguments had: row -> instance."""

@@ -28,7 +28,7 @@ from pyro_nami.guide.call import Call, TrainedAnswer
 from pyro_nami.guide.draw import draw, draw_fresh, hand_out, is_predicting, start_pass
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.plan import Plan, differences
+from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import RuleNotes
 from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.messages import quoted
@@ -70,11 +70,6 @@ class AutoNaMIGuide(DensityGuide):
         skip: whether factors also read their inputs directly, so that linear-Gaussian conditionals are exact.
         within: ``"autoregressive"`` or ``"independent"``: how the elements of one site's vector depend on each other.
         embeddings: observed site -> module ``(batch, *event)`` to ``(batch, features)``; the guide trains a copy.
-        covariates: ``"auto"`` finds what differs between the instances of a plate by probing the model; None for
-            nothing; or a callable from the model's arguments to site -> tensor ``(*plates, features)``.
-        index_maps: ``(latent, site)`` -> callable from the model's arguments to the index by which the site's rows read
-            the latent's plate, integer ``(rows,)`` (of the full plate where it is subsampled). By default such maps
-            are found by group testing, in each call with new arguments.
         pooling: how a set of instances is encoded: ``"mean"``, ``"attention"``, or a callable
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
         evidence: whether each instance of a pooled plate adds precision to Normal factors; see `guide.parameters`.
@@ -84,7 +79,7 @@ class AutoNaMIGuide(DensityGuide):
         rules: latent -> ``"learned"`` for networks in place of its exact conditional; ``"exact"`` to be told if it has
             none; ``"located"`` for a mode that is searched for in each step, where more than a few weights of the
             model's own would move it; ``"bounded"`` for its conditional by a bound on its children's likelihood
-            (`pyro_nami.Bound`), whose parameters networks give, the default for binary vectors under a `NoisyOr`;
+            (`pyro_nami.Bound`), whose parameters networks give, the default for binary vectors under a linear one;
             ``"bound"`` for that of the tightest bound, without networks. Where the inverse is no mean field, networks
             correct a bounded one.
         mode: what the guide answers for. ``"fixed"``: the one data set that it is trained on, subsampled plates
@@ -136,8 +131,6 @@ class AutoNaMIGuide(DensityGuide):
         skip: bool = True,
         within: str = "autoregressive",
         embeddings: Mapping[str, nn.Module] | None = None,
-        covariates: str | None | Callable[..., Values] = "auto",
-        index_maps: Mapping[tuple[str, str], Callable] | None = None,
         pooling: str | Callable[[int], nn.Module] = "mean",
         evidence: bool = True,
         anchor: bool = True,
@@ -163,7 +156,6 @@ class AutoNaMIGuide(DensityGuide):
             )
         given["observed"] = (observed,) if isinstance(observed, str) else tuple(observed)
         given["hidden_features"] = None if hidden_features is None else tuple(hidden_features)
-        given["index_maps"] = dict(index_maps or {})
         given["rules"] = dict(rules or {})
         if mode not in MODES:
             raise ValueError(f"Expected mode to be one of {quoted(MODES)}; got {mode!r}.")
@@ -245,20 +237,6 @@ class AutoNaMIGuide(DensityGuide):
         return self.network.num_parameters + sum(
             p.numel() for module in embeddings for p in module.parameters()
         )
-
-    def check(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Returns how the model at these arguments differs from the model at the guide's first call.
-
-        A guide's structure is that of its first call, found by runs of the model there. This takes as many runs again,
-        and so tells whether the structure holds for other arguments as well.
-
-        Args:
-            *args, **kwargs: the model's arguments.
-
-        Returns:
-            A sentence for each difference; none where the guide fits.
-        """
-        return list(differences(self._made(), self._assembled(args, kwargs).plan))
 
     def extra_repr(self) -> str:
         if self._plan is None:

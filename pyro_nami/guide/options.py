@@ -32,8 +32,6 @@ class Options(NamedTuple):
     skip: bool
     within: str
     embeddings: Mapping[str, nn.Module]
-    covariates: Any
-    index_maps: Mapping[tuple[str, str], Callable]
     pooling: Any
     evidence: bool
     anchor: bool
@@ -59,14 +57,6 @@ class Options(NamedTuple):
             raise ValueError(
                 f"Expected within to be 'autoregressive' or 'independent'; got {self.within!r}."
             )
-        if (
-            self.covariates is not None
-            and self.covariates != "auto"
-            and not callable(self.covariates)
-        ):
-            raise TypeError(
-                f"Expected covariates to be 'auto', None or a callable; got {self.covariates!r}."
-            )
         if self.pooling not in ENCODERS and not callable(self.pooling):
             names = ", ".join(ENCODERS)
             raise ValueError(
@@ -78,11 +68,6 @@ class Options(NamedTuple):
             if rule not in RULES:
                 names = quoted(RULES)
                 raise ValueError(f"Expected rules to be one of {names}; got {rule!r} for '{site}'.")
-        for pair, given in self.index_maps.items():
-            if not (isinstance(pair, tuple) and len(pair) == 2 and callable(given)):
-                raise TypeError(
-                    f"Expected index_maps to map pairs (latent, site) to callables; got {pair!r}: {given!r}."
-                )
 
 
 def check_names(option: str, names: Collection[str], known: Collection[str], kind: str) -> None:

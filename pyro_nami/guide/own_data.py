@@ -20,7 +20,6 @@ from pyro_nami.guide.arguments import Cache, Look, Looks
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.maps import MapReader
-from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.messages import warn
 from pyro_nami.program.first_run import is_latent, is_passing
@@ -35,13 +34,12 @@ class OwnData:
 
     Args:
         plan: the guide's.
-        options: the guide's.
         cache: keeps what was found for as long as the arguments are the same.
     """
 
-    def __init__(self, plan: Plan, options: Options, cache: Cache) -> None:
-        self.plan, self._option, self._cache = plan, options.covariates, cache
-        self._maps = MapReader(plan, options.index_maps, cache)
+    def __init__(self, plan: Plan, cache: Cache) -> None:
+        self.plan, self._cache = plan, cache
+        self._maps = MapReader(plan, cache)
         self._looks = Looks()
 
     def all_of(self, call: Call) -> Call:
@@ -105,7 +103,6 @@ class OwnData:
         with untouched(call.program.model), pyro.validation_enabled(False):
             return covariate_values(
                 self.plan.covariates,
-                self._option,
                 call.program,
                 lambda reference: call.run(reference, broadcast=True),
                 call.lacking,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from pyro_nami.deriving.loop_modes import NEAREST_POINTS
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.rules import Learned, Rule, RuleNote
-from pyro_nami.messages import quoted
 from pyro_nami.parameters.conditioning import Plates, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.loops import NO_LOOPS, Loops
@@ -32,7 +31,6 @@ __all__ = [
     "Plan",
     "SamplingOrder",
     "SitePlan",
-    "differences",
     "missing_site",
     "new_site",
     "observed_latent",
@@ -264,46 +262,3 @@ def observed_latent(name: str) -> str:
         f"Expected latent '{name}' of the guide's first call, which had no data for it; this call observes it, and the "
         f"guide does not read it. Make a new guide, and its first call with data, or name it: observed=['{name}']."
     )
-
-
-def differences(before: Plan, now: Plan) -> Iterator[str]:
-    """Yields one sentence for each difference between the structures of two calls of one model."""
-    old, new = before.bayesnet, now.bayesnet
-    yield from (f"Site '{name}' is new." for name in sorted(now.names - before.names))
-    yield from (f"Site '{name}' is missing." for name in sorted(before.names - now.names))
-    shared = old.sites.keys() & new.sites.keys()
-    for name in [name for name in old.sites if name in shared]:
-        if old.sites[name].observed != new.sites[name].observed:
-            yield f"Site '{name}' is {'observed' if new.sites[name].observed else 'latent'} now."
-        a, b = before.sites.get(name), now.sites.get(name)
-        if a is None or b is None:
-            continue
-        if a.event_dim != b.event_dim:
-            yield f"Site '{name}' has {b.event_dim} event dims, not {a.event_dim}."
-        if a.plates != b.plates:
-            then, plates = (quoted(sorted(each.plates)) or "none" for each in (a, b))
-            yield f"Site '{name}' is in plates {plates}, not {then}."
-        shapes = [
-            each.sites[name].encoding.layout.event_shape
-            for each in (before, now)
-            if name in each.order
-        ]
-        if len(shapes) == 2 and shapes[0] != shapes[1]:
-            yield f"Site '{name}' has the event shape {tuple(shapes[1])}, not {tuple(shapes[0])}."
-    edges = [{(u, v) for u, v in net.graph.edges if {u, v} <= shared} for net in (old, new)]
-    for u, v in sorted(edges[1] - edges[0]):
-        yield f"Site '{v}' reads '{u}' now, which the guide takes no account of."
-    for u, v in sorted(edges[0] - edges[1]):
-        yield f"Site '{v}' does not read '{u}' any more."
-    was, is_exact = (
-        {name for name, group in each.groups.items() if group.is_exact} for each in (before, now)
-    )
-    for name in sorted(shared & was - is_exact):
-        yield f"The conditional of '{name}' does not have the form any more that the guide takes it for."
-    sizes, others = before.plates.sizes, now.plates.sizes
-    for plate in sorted(before.blocks.keys() & others.keys()):
-        if sizes[plate] != others[plate]:
-            yield (
-                f"Plate '{plate}' has {others[plate]} instances, not {sizes[plate]}; those of "
-                f"'{before.blocks[plate]}' are one block of fixed size."
-            )

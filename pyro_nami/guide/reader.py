@@ -176,7 +176,7 @@ class CallReader:
 
     def follow(self, plan: Plan) -> None:
         """Goes by another plan from now on, and forgets what was found for the arguments of earlier calls."""
-        self.plan, self.own = plan, OwnData(plan, self._options, self.cache)
+        self.plan, self.own = plan, OwnData(plan, self.cache)
         self.cache.clear()
         self.memory.forget_derived()
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
-from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
-from pyro_nami.program.isolation import forked_rng, rng_state, seed_rng, set_rng_state
+from pyro_nami.program.isolation import forked_rng, seed_rng
 
-__all__ = ["ArgumentsAt", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
+__all__ = ["ArgumentsAt", "Simulations", "are_all", "as_draws", "batches_of"]
 
 HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
 
-Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
+Renew = Callable[[JointDraws], JointDraws]
 ArgumentsAt = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
 
 
@@ -70,107 +68,49 @@ class Simulations(NamedTuple):
         return lambda: (self.given(values, i) for i, values in enumerate(kept))
 
 
-class Stream(NamedTuple):
-    """Batches, one a step, and the state from which a resumed run continues after the last batch read."""
-
-    batches: Iterator[Batch]
-    state: dict[str, Any]
-
-    @property
-    def moved(self) -> float:
-        """The share of the latents that moved after the last epoch."""
-        return self.state.get("renewal", {}).get("moved", 0.0)
-
-
-def stream_of(
-    simulations: Simulations,
-    steps: range,
-    data: Any,
-    state: Mapping[str, Any],
-    processes: Processes,
-    renew: Renew | None = None,
-) -> Stream:
-    """Returns the batches of ``steps``, of a data set or simulated when they are asked for.
+def batches_of(
+    simulations: Simulations, steps: int, data: Any, renew: Renew | None = None
+) -> Iterator[Batch]:
+    """Returns the batches of a number of steps, of a data set or simulated when they are asked for.
 
     Args:
         simulations: the model's simulations.
-        steps: the steps still to take.
-        data: simulations made before, see `as_draws`; None: none. Batches end in all processes once one process has
-            no more.
-        state: of the stream to continue; empty for a new one.
-        processes: the processes that train together.
-        renew: returns the simulations of the next epoch, and keeps its own state in a dict.
+        steps: how many.
+        data: simulations made before, see `as_draws`, read again and again, an iterator once; None: none.
+        renew: returns the simulations of the next epoch, of data given all at once.
     """
     if data is None:
-        return Stream(map(simulations.fresh, steps), {})
-    place = dict(state)
+        return map(simulations.fresh, range(steps))
     if are_all(data):
-        data = _Shuffled(as_draws(data, simulations.simulator), simulations.size, renew, place)
-    return Stream(_read(simulations, steps, _epochs(data, place), processes), place)
+        given = _shuffled(as_draws(data, simulations.simulator), simulations.size, renew)
+    else:
+        given = _epochs(data)
+    return map(simulations.given, given, range(steps))
 
 
-class _Shuffled:
-    """All simulations at once: each iteration is an epoch, of full batches in a new order.
-
-    Args:
-        draws: the simulations.
-        size: from the number of steps done before an epoch to the size of its batches.
-        renew: returns the simulations of the next epoch.
-        place: the state for a resumed run, updated in place.
-    """
-
-    def __init__(
-        self,
-        draws: JointDraws,
-        size: Callable[[int], int],
-        renew: Renew | None,
-        place: dict[str, Any],
-    ) -> None:
-        self.draws = draws._replace(latents=place.get("latents", draws.latents))
-        self.size, self.renew, self.place = size, renew, place
-
-    def __iter__(self) -> Iterator[JointDraws]:
-        num, done = self.draws.num, self.place.setdefault("done", 0)
-        size = min(num, self.size(done))
-        if self.renew is not None:
-            self.place["latents"] = self.draws.latents
-        yield from self.draws.in_batches(size, torch.randperm(num)[: num - num % size])
-        self.place["done"] = done + num // size
-        if self.renew is not None:
-            self.draws = self.renew(self.draws, self.place.setdefault("renewal", {}))
-
-
-def _read(
-    simulations: Simulations, steps: range, given: Iterator[Any], processes: Processes
-) -> Iterator[Batch]:
-    for step in steps:
-        values = next(given, None)
-        if processes.any(values is None):
-            if step == 0:
-                raise ValueError("Expected batches of simulations in data; got none.")
-            return
-        yield simulations.given(values, step)
-
-
-def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
-    """Yields the batches of a data set, again and again; the batches of an iterator once.
-
-    ``place`` gets the position of the last batch in its epoch, and the random state with which the epoch began.
-    """
-    skipped, now = place.get("position", 0), rng_state()
-    if skipped:
-        set_rng_state(place["epoch"])
+def _shuffled(
+    draws: JointDraws, size_at: Callable[[int], int], renew: Renew | None
+) -> Iterator[JointDraws]:
+    """Yields epochs of full batches in a new order each, of sizes by the number of steps done before an epoch."""
+    num, done = draws.num, 0
     while True:
-        place.update(epoch=rng_state(), position=skipped)
+        size = min(num, size_at(done))
+        yield from draws.in_batches(size, torch.randperm(num)[: num - num % size])
+        done += num // size
+        if renew is not None:
+            draws = renew(draws)
+
+
+def _epochs(data: Iterable[Any]) -> Iterator[Any]:
+    """Yields the batches of a data set, again and again; the batches of an iterator once."""
+    found = None
+    while True:
         batches = iter(data)
-        if skipped:
-            next(islice(batches, skipped, skipped), None)
-            set_rng_state(now)
-            skipped = 0
-        for values in batches:
-            place["position"] += 1
-            yield values
-        if batches is data or not place["position"]:
+        for found in batches:
+            yield found
+        if found is None:
+            raise ValueError("Expected batches of simulations in data; got none.")
+        if batches is data:
             return
 
 

@@ -6,34 +6,29 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from pyro.optim import PyroOptim
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from pyro_nami.inference.batches import (
     ArgumentsAt,
     Simulations,
-    Stream,
     are_all,
     as_draws,
-    stream_of,
+    batches_of,
 )
-from pyro_nami.inference.checkpoint import load_checkpoint, save_checkpoint
 from pyro_nami.inference.history import History
 from pyro_nami.inference.latent_moves import LatentMoves
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.optimizers import optimization_of
 from pyro_nami.inference.simulate import Batch, Simulator
 from pyro_nami.inference.target import bind
-from pyro_nami.inference.trackers import Tracker, callback
 from pyro_nami.inference.trainer import Trainer
 from pyro_nami.messages import check_counts, warn
-from pyro_nami.program.isolation import rng_state, set_rng_state
 
 __all__ = ["InferenceCompilation"]
 
@@ -46,22 +41,15 @@ class InferenceCompilation:
 
     The model's parameters are left alone. Data among its arguments are resampled, so only their shapes count.
 
-    Under ``torchrun``, after ``torch.distributed.init_process_group``, ``wrap=DistributedDataParallel`` makes many
-    processes train one guide, which must be a module. Each simulates ``batch_size`` draws a step, from random numbers
-    of its own though a script seeds all alike. A step is that of one process with all draws; losses, validation and
-    the end are the same for all. The first process alone shows progress, logs, and writes and reads the checkpoint.
-    All must call `step` and `fit`, and `evaluate_loss` where it is the first of the calls.
-
     Args:
         model: a Pyro model.
         guide: any guide that accepts ``observations=``; see `CompilationLoss`.
         optim: an optimizer of Pyro's, or a function from the guide's parameters to one of torch's.
-        batch_size: simulations a step, of each process; or a function from the number of steps done to it. Batches of
+        batch_size: simulations a step; or a function from the number of steps done to it. Batches of
             ``data`` given all at once change their size with the epoch.
         observed: sites to condition on that the model samples without data, beside those of ``guide.observed``.
         scheduler: a function from a torch optimizer to one of torch's schedulers; see `Optimization`.
         clip_norm: largest norm of the gradient.
-        wrap: what wraps the loss module before its first use, such as `DistributedDataParallel`.
 
     References:
         Le, Baydin and Wood 2017, "Inference Compilation and Universal Probabilistic Programming".
@@ -88,14 +76,13 @@ class InferenceCompilation:
         observed: Sequence[str] = (),
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         clip_norm: float | None = None,
-        wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self._optimization = optimization_of(optim, scheduler, clip_norm)
         check_counts(batch_size=batch_size(0) if callable(batch_size) else batch_size)
         self.model = model
         self.guide = guide
         self.batch_size = batch_size
-        self._observed, self._wrap = observed, wrap
+        self._observed = observed
         self._trainer: Trainer | None = None
 
     @property
@@ -134,19 +121,16 @@ class InferenceCompilation:
         validation: Any = None,
         validate_every: int = 100,
         patience: int | None = None,
-        checkpoint: str | Path | None = None,
-        checkpoint_every: int = 100,
         progress: bool = True,
-        tracker: Tracker | Callable[[str, float, int], Any] | None = None,
+        tracker: Callable[[str, float, int], Any] | None = None,
     ) -> History:
         """Takes a number of training steps; a single one if all conditionals are derived and the guide has no weights.
 
         With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones; see
-        `Trainer.validate` for latents that move. With a checkpoint that exists, training goes on from there, on a CPU
-        with as many processes to the same bits as without the interruption; delete the file to start anew.
+        `Trainer.validate` for latents that move. Each call begins a history of its own; weights and optimizer go on.
 
         Args:
-            steps: number of steps, those before the checkpoint included.
+            steps: number of steps.
             args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them.
             data: simulations made before, all at once or an iterable of batches, in a form that `as_draws` takes. All
                 are shuffled into batches; batches are read again from the start, but an iterator ends the training. A
@@ -154,15 +138,13 @@ class InferenceCompilation:
             refresh: draws of the guide that latents of ``data``, given all at once, may move to after an epoch.
             validation, validate_every: number of held-out simulations, or the simulations; steps between validations.
             patience: validations without others to keep after which training ends.
-            checkpoint: file to write to and to go on from.
-            checkpoint_every: steps between checkpoints; one more comes at the end.
             progress: whether to show a progress bar.
-            tracker: where to log ``loss`` and ``validation_loss``; a function of name, value and step will do.
+            tracker: a function of name, value and step, called with each ``loss`` and ``validation_loss``.
 
         Raises:
-            ValueError: as `step` does; or if the checkpoint is of another structure, naming the sites.
+            ValueError: as `step` does.
         """
-        check_counts(steps=steps, validate_every=validate_every, checkpoint_every=checkpoint_every)
+        check_counts(steps=steps, validate_every=validate_every)
         _check_validation(validation, patience)
         if refresh:
             _check_refresh(refresh, args, data)
@@ -170,18 +152,11 @@ class InferenceCompilation:
         self._ask_for_any_data()
         trainer, simulations = self._set_up(arguments, data)
         held_out = simulations.held_out(validation)
-        checkpoint, place = _resume(trainer, checkpoint)
-        ahead = range(len(trainer.history.losses), steps)
-        renew = None
-        if refresh:
-            renew = LatentMoves(simulations.at(0), self.guide, refresh)
-        stream = stream_of(simulations, ahead, data, place, trainer.processes, renew)
-        first = trainer.processes.first
-        log = callback(tracker if first else None)
-        plan = _Schedule(
-            ahead, validate_every, patience, checkpoint, checkpoint_every, log, progress and first
-        )
-        _train(trainer, stream, held_out, plan)
+        trainer.begin()
+        moves = LatentMoves(simulations.at(0), self.guide, refresh) if refresh else None
+        batches = batches_of(simulations, steps, data, moves)
+        plan = _Schedule(steps, validate_every, patience, tracker or _ignored, moves, progress)
+        _train(trainer, batches, held_out, plan)
         return trainer.history
 
     def _ask_for_any_data(self) -> None:
@@ -199,50 +174,45 @@ class InferenceCompilation:
             )
             bind(self.guide, simulator.model)
             given = as_draws(data, simulator) if are_all(data) else None
-            self._trainer = Trainer(simulator, self.guide, self._optimization, self._wrap, given)
+            self._trainer = Trainer(simulator, self.guide, self._optimization, given)
         return self._trainer, Simulations(self._trainer.simulator, arguments, self.batch_size)
 
 
 class _Schedule(NamedTuple):
-    """When training validates, stops and writes checkpoints, in steps, and where it logs."""
+    """When training validates and stops, in steps, where it logs, and how latents move between epochs."""
 
-    ahead: range
+    steps: int
     validate_every: int
     patience: int | None
-    checkpoint: str | Path | None
-    checkpoint_every: int
     log: Callable[[str, float, int], Any]
+    moves: LatentMoves | None
     progress: bool
 
 
 def _train(
     trainer: Trainer,
-    stream: Stream,
+    batches: Iterator[Batch],
     held_out: Callable[[], Iterable[Batch]] | None,
     plan: _Schedule,
 ) -> None:
     """Takes the steps of a schedule, until the patience or the batches end."""
-    history, log = trainer.history, plan.log
-    done, last = plan.ahead.start, plan.ahead.stop
-    hidden = not plan.progress
-    with tqdm(desc="compiling", initial=done, total=last, disable=hidden, mininterval=0.2) as bar:
-        while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
+    history, log, last = trainer.history, plan.log, plan.steps
+    done = 0
+    with tqdm(desc="compiling", total=last, disable=not plan.progress, mininterval=0.2) as bar:
+        while done < last and _patient(history, plan) and (batch := next(batches, None)):
             done += 1
             log("loss", trainer.step(batch), done)
             if getattr(trainer.guide, "num_parameters", 1) == 0:  # all conditionals are derived
                 break
             if held_out is not None and (done % plan.validate_every == 0 or done == last):
-                log("validation_loss", trainer.validate(held_out(), stream.moved), done)
-            if done % plan.checkpoint_every == 0 and done < last:
-                _save(trainer, stream, plan.checkpoint)
+                moved = 0.0 if plan.moves is None else plan.moves.moved
+                log("validation_loss", trainer.validate(held_out(), moved), done)
             if done % 50 == 0:
                 bar.set_postfix_str(history.recent(), refresh=False)
             bar.update()
-    if done > plan.ahead.start:
-        _save(trainer, stream, plan.checkpoint)
     if trainer.best is not None:
         trainer.load_weights(trainer.best)
-    if history.skipped and trainer.processes.first:
+    if history.skipped:
         warn(f"{history.shortfall()}; they were left out.")
 
 
@@ -250,35 +220,8 @@ def _patient(history: History, plan: _Schedule) -> bool:
     return plan.patience is None or history.validations_since_best() < plan.patience
 
 
-def _save(trainer: Trainer, stream: Stream, checkpoint: str | Path | None) -> None:
-    if checkpoint is None:
-        return
-    own, *others = trainer.processes.gather({"rng": rng_state(), "stream": stream.state})
-    if trainer.processes.first:
-        save_checkpoint(checkpoint, {**trainer.state(), **own, "others": others})
-
-
-def _resume(
-    trainer: Trainer, checkpoint: str | Path | None
-) -> tuple[str | Path | None, dict[str, Any]]:
-    """Resumes from the first process's checkpoint; returns its path and the state of this process's stream.
-
-    Random states are restored. With another number of processes than before, the first process gets its state back, and
-    the others are seeded anew.
-    """
-    processes = trainer.processes
-    saved: dict[str, Any] = {}
-    if checkpoint is not None and processes.first and Path(checkpoint).exists():
-        saved = load_checkpoint(checkpoint)
-    checkpoint, saved = processes.of_first((checkpoint, saved))
-    trainer.load(saved)
-    parts = [saved, *saved.get("others", ())]
-    own = parts[processes.rank] if len(parts) == processes.size else {}
-    if saved:
-        set_rng_state((own or saved)["rng"])
-    if not own:
-        processes.part()
-    return checkpoint, own.get("stream", {})
+def _ignored(name: str, value: float, step: int) -> None:
+    """Logs nothing."""
 
 
 def _constant(args: tuple, kwargs: dict[str, Any]) -> ArgumentsAt:

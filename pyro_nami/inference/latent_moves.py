@@ -62,6 +62,9 @@ class LatentMoves:
         guide: any guide with densities that accepts ``observations=``.
         num: most steps of the chain for each joint draw, with one draw of the guide each.
 
+    Attributes:
+        moved: the share of the draws that the latest call moved.
+
     Example:
         >>> import pyro.distributions as dist
         >>> def model():
@@ -79,52 +82,45 @@ class LatentMoves:
         self.simulator = simulator
         self.guide = guide
         self.num = num
+        self.moved = 0.0
         self._proposal: Proposal | None = None  # for any data; None where latents cannot be moved
-        self._state: dict[str, Any] = {}
+        self._calls, self._period = 0, 1
 
     @torch.no_grad()
-    def __call__(self, draws: JointDraws, state: dict[str, Any] | None = None) -> JointDraws:
-        """Returns the draws with latents moved.
-
-        Args:
-            draws: of the simulator.
-            state: what a resumed run needs, updated in place; ``state["moved"]`` is the share of the draws moved by
-                this call.
-        """
-        state = self._state if state is None else state
-        if self._proposal is None and state.setdefault("simulated", True):
+    def __call__(self, draws: JointDraws) -> JointDraws:
+        """Returns draws of the simulator with latents moved."""
+        if self._proposal is None:
             few = next(draws.in_batches(FEWEST_DRAWS)).to(self.simulator.device)
             with forked_rng(), bounded_indices(), pyro.validation_enabled(False):
-                self._proposal = self._checked(few, state)
+                self._proposal = self._checked(few)
         if self._proposal is None:
             return draws
-        state["calls"] += 1
-        if state["calls"] % state["period"]:
+        self._calls += 1
+        if self._calls % self._period:
             return draws
         values = (*draws.latents.values(), *draws.observed.values())
         chunks = draws.in_batches(rows_in_memory(sum(value[0].numel() for value in values)))
-        at_once = self.num if draws.num <= FEW and state["period"] == 1 else 1
+        at_once = self.num if draws.num <= FEW and self._period == 1 else 1
         with pyro.validation_enabled(False):
             found = [self._chain(self._proposal, chunk, at_once) for chunk in chunks]
-        state["moved"] = torch.cat([moved for _, moved in found]).double().mean().item()
+        self.moved = torch.cat([moved for _, moved in found]).double().mean().item()
         latents = {
             name: torch.cat([part[name].to(old) for part, _ in found])
             for name, old in draws.latents.items()
         }
         return draws._replace(latents=latents)
 
-    def _checked(self, few: JointDraws, state: dict[str, Any]) -> Proposal | None:
+    def _checked(self, few: JointDraws) -> Proposal | None:
         """Returns the proposal, if it draws at once, and by the density that the model simulates; None otherwise."""
         target = Target(self.simulator.program, self.guide)
         try:
             proposal = Proposal.of(target, few.observed)
-            state["simulated"] = all(map(_is_simulated, proposal.single.model.values()))
-            if not state["simulated"] or proposal.difference(2) is not None:
+            is_simulated = all(map(_is_simulated, proposal.single.model.values()))
+            if not is_simulated or proposal.difference(2) is not None:
                 return None
-            state.setdefault("period", math.ceil(elements_of_a_draw(proposal) / WORK))
+            self._period = math.ceil(elements_of_a_draw(proposal) / WORK)
         except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             return None
-        state.setdefault("calls", 0)
         return proposal
 
     def _chain(self, proposal: Proposal, draws: JointDraws, at_once: int) -> tuple[Values, Tensor]:

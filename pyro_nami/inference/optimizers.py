@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import pyro
 import torch
 from pyro.optim import PyroOptim
 from pyro.optim.lr_scheduler import PyroLRScheduler
@@ -85,19 +84,6 @@ class Optimization:
             if isinstance(part, ReduceLROnPlateau):
                 part.step(loss)
 
-    def state(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self.parts.items()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Loads a result of `state`; raises ValueError for the state of an optimizer of another kind."""
-        if state.keys() != self.parts.keys():
-            raise ValueError(
-                f"Expected a checkpoint with the state of {' and '.join(sorted(self.parts))}; got one with "
-                f"{' and '.join(sorted(state))}. Resume with the optimizer and scheduler of the run."
-            )
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-
 
 class _PyroOptimizer:
     """A `PyroOptim` over given parameters, with the methods of torch's."""
@@ -109,16 +95,3 @@ class _PyroOptimizer:
         self.optim([parameter for parameter in self.parameters if parameter.grad is not None])
         if isinstance(self.optim, PyroLRScheduler):
             self.optim.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        if pyro.settings.get("module_local_params"):
-            raise NotImplementedError(
-                "Expected parameters in Pyro's store for a checkpoint of a Pyro optimizer; they are local to modules "
-                "(module_local_params). Use an optimizer of torch's."
-            )
-        return self.optim.get_state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optim.optim_objs.clear()
-        self.optim.grad_clip.clear()
-        self.optim.set_state(state)

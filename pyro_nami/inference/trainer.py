@@ -1,4 +1,4 @@
-"""`Trainer`: a guide with its optimizer: initial state, one training step, and the content of a checkpoint."""
+"""`Trainer`: a guide with its optimizer: initial state, one training step, and validation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
-from pyro_nami.inference.checkpoint import check_structure, structure_of
 from pyro_nami.inference.history import History
 from pyro_nami.inference.losses import CompilationLoss, non_finite_sites, site_log_probs
 from pyro_nami.inference.optimizers import Optimization
-from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.inference.site_messages import Values
 from pyro_nami.messages import warn
@@ -33,12 +31,12 @@ REACH = 10.0
 
 
 class Trainer:
-    """Trains a guide's weights, equally in all processes, after the guide's first call, which is made here.
+    """Trains a guide's weights, after the guide's first call, which is made here.
 
     The first call is on the simulations ``given``, or else on simulations that are drawn for it.
 
     Attributes:
-        history: of the steps since the last `load`.
+        history: of the steps since the last `begin`.
         best: the weights of the latest validation whose loss was as low as others', see `validate`.
         lowest: the loss of each held-out simulation where their mean was lowest.
     """
@@ -48,7 +46,6 @@ class Trainer:
         simulator: Simulator,
         guide: Callable,
         optimization: Callable[[list[Tensor]], Optimization],
-        wrap: Callable[[nn.Module], nn.Module] | None,
         given: JointDraws | None,
     ) -> None:
         if simulator.trainable:
@@ -63,28 +60,26 @@ class Trainer:
         if not self.parameters:
             raise ValueError("Expected a guide with parameters; got none.")
         self.optimization = optimization([*self.parameters.values()])
-        self.wrapped = self.loss if wrap is None else wrap(self.loss)
-        # as the wrapper set them
         self.finite = [value.detach().clone() for value in self.parameters.values()]
-        self.processes = Processes(self.wrapped, self.finite[0].device)
-        self.processes.part()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a history, and validations that no earlier weights are compared with."""
         self.history = History()
         self.best: dict[str, Any] | None = None
         self.lowest: Tensor | None = None
 
     def step(self, batch: Batch) -> float:
-        """Moves the weights by one step; returns the loss before, over the simulations of all processes.
-
-        NaN where a process has no finite simulation: none may go on alone.
-        """
-        draws, share = self._finite_draws(batch.draws)
-        self.history.losses.append(
-            self._descend(batch._replace(draws=draws), share) if share else math.nan
-        )
+        """Moves the weights by one step; returns the loss before, NaN where no simulation is finite."""
+        # a loader's may be on the host
+        draws, non_finite = batch.draws.to(self.finite[0].device).finite()
+        self.history.count(batch.draws.num, batch.draws.num - draws.num, non_finite)
+        loss = self._descend(batch._replace(draws=draws)) if draws.num else math.nan
+        self.history.losses.append(loss)
         return self.history.losses[-1]
 
     def validate(self, batches: Iterable[Batch], moved: float = 0.0) -> float:
-        """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is low enough.
+        """Returns the mean loss on held-out batches, and keeps the weights if it is low enough.
 
         Few held-out simulations do not tell which of many weights are best. Where the latents of the training
         simulations are moved, so that they are not overfit, later weights are better, as the learning rate falls.
@@ -95,10 +90,10 @@ class Trainer:
         losses, done = self.losses(batches), len(self.history.losses)
         low, high = losses.quantile(0.16), losses.quantile(0.84)
         losses = losses.clamp(max=high + REACH * (high - low))
-        loss = self.processes.mean(float(losses.mean()))
+        loss = float(losses.mean())
         self.history.validation.append((done, loss))
         self.optimization.validated(loss)
-        if self._is_low(losses, self.processes.mean(moved)):
+        if self._is_low(losses, moved):
             self.best, self.history.best_step = copy.deepcopy(self.weights()), done
         return loss
 
@@ -106,18 +101,15 @@ class Trainer:
         """Whether the mean held-out loss is above the lowest by at most a number of standard errors."""
         lowest = torch.zeros(()) if self.lowest is None else self.lowest.to(losses)
         above = losses - (lowest if lowest.shape == losses.shape else lowest.mean())
-        num, total, square = self.processes.sum(
-            (len(above), float(above.sum()), float(above.square().sum()))
-        )
-        mean = total / num
+        mean = float(above.mean())
         if self.lowest is None or mean < 0:
             self.lowest = losses
             return math.isfinite(mean)
-        return mean <= errors * math.sqrt(max(square / num - mean**2, 0.0) / num)
+        return mean <= errors * float(above.std(correction=0)) / math.sqrt(len(above))
 
     @torch.no_grad()
     def losses(self, batches: Iterable[Batch]) -> Tensor:
-        """Returns the losses of all finite simulations of this process, in float64; warns of the others."""
+        """Returns the losses of all finite simulations, in float64; warns of the others."""
         losses, seen = [], History()
         with _unseen():
             for batch in batches:
@@ -133,28 +125,12 @@ class Trainer:
             warn(f"Held out: {seen.shortfall()}; they were left out.")
         return torch.cat(losses)
 
-    def _finite_draws(self, drawn: JointDraws) -> tuple[JointDraws, float]:
-        """Counts draws; returns the finite ones and the factor of their mean loss, as gradients are averaged.
-
-        The factor is 0 where some process has none.
-        """
-        # a loader's may be on the host
-        draws, non_finite = drawn.to(self.finite[0].device).finite()
-        sites = (*drawn.latents, *drawn.observed)
-        own = (drawn.num, draws.num, draws.num == 0, *(non_finite.get(name, 0) for name in sites))
-        total, kept, empty, *bad = map(int, self.processes.sum(own))
-        self.history.count(
-            total, total - kept, {name: count for name, count in zip(sites, bad) if count}
-        )
-        return draws, 0.0 if empty else draws.num * self.processes.size / kept
-
-    def _descend(self, batch: Batch, share: float) -> float:
+    def _descend(self, batch: Batch) -> float:
         parameters = self.optimization.parameters
         with _unseen():
-            loss = self.wrapped(batch).mean() * share
+            loss = self.loss(batch).mean()
             norm = self.optimization.backward(loss)
         loss_value, norm_value = torch.stack((loss.detach(), norm.to(loss))).tolist()
-        loss_value = self.processes.mean(loss_value)
         if math.isfinite(loss_value) and math.isfinite(norm_value):
             _copy(parameters, self.finite)
             self.optimization.step()
@@ -171,7 +147,6 @@ class Trainer:
         for name in sites:
             most = batch.draws.latents[name].abs().max().item()
             found.append(f"'{name}' (values up to {most:.3g})")
-        found = [words for part in self.processes.gather(found) for words in part]
         where = ", ".join(found) or f"no single site (the largest loss is that of '{largest}')"
         return (
             f"Expected a finite loss and gradient; in step {len(self.history.losses) + 1} the guide's log density or "
@@ -192,28 +167,6 @@ class Trainer:
         else:
             _copy([state[name] for name in self.parameters], self.optimization.parameters)
         _copy(self.optimization.parameters, self.finite)
-
-    def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint."""
-        return {
-            "structure": structure_of(self.guide, self.parameters),
-            "guide": self.weights(),
-            "best": self.best,
-            "lowest": self.lowest,
-            "optimization": self.optimization.state(),
-            "history": vars(self.history),
-            "derived": self.loss.derived,
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Loads a result of `state`, or starts anew from an empty one; raises ValueError for another guide's."""
-        if state:
-            check_structure(state["structure"], structure_of(self.guide, self.parameters))
-            self.load_weights(state["guide"])
-            self.optimization.load(state["optimization"])
-            self.loss.derived = state.get("derived")
-        self.history = History(**state["history"]) if state else History()
-        self.best, self.lowest = state.get("best"), state.get("lowest")
 
 
 def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws | None) -> Values:

@@ -260,23 +260,41 @@ class WeightedSamples:
     # ---- for the reader
 
     def summary(self, prob: float = 0.9) -> str:
-        """Returns a text with the verdict of the weights and a table of the posterior, a line for each element.
+        """Returns the verdict, and a table of the posterior with a line for each element.
+
+        Columns are mean, standard deviation, median and the ends of a central interval; ``draws``, how many
+        independent draws would tell the mean as well; and ``moved``, by how much the weights moved the mean of the
+        draws, in standard deviations.
 
         Args:
             prob: of the central interval.
         """
         ends = interval(prob)
-        rows: list[tuple[str, ...]] = [("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends))]
-        for name in self.samples:
-            mean = self.mean(name)
-            told = torch.stack([mean, self.std(name), *self.quantile(name, ends).to(mean)])
+        head = ("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends), "draws", "moved")
+        rows: list[tuple[str, ...]] = [head]
+        for name, value in self.samples.items():
+            mean, sd = self.mean(name), self.std(name)
+            moved = (value.to(mean).mean(0) - mean).abs() / sd
+            told = torch.stack(
+                [mean, sd, *self.quantile(name, ends).to(mean), self._effective(name), moved]
+            )
             places = itertools.islice(itertools.product(*map(range, mean.shape)), MOST_LINES)
-            for place, numbers in zip(places, told.reshape(5, -1).T.tolist()):
+            for place, numbers in zip(places, told.reshape(7, -1).T.tolist()):
                 index = f"[{', '.join(map(str, place))}]" if place else ""
-                rows.append((name + index, *(f"{number:.3g}" for number in numbers)))
+                *numbers, effective, off = numbers
+                shown = (f"{number:.3g}" for number in numbers)
+                rows.append((name + index, *shown, f"{effective:.0f}", f"{off:.2f}"))
             if mean.numel() > MOST_LINES:
-                rows.append((f"{name}: {mean.numel() - MOST_LINES:,} more", *[""] * 5))
+                rows.append((f"{name}: {mean.numel() - MOST_LINES:,} more", *[""] * 7))
         return "\n".join([repr(self), "", *aligned(rows, words=(0,))])
+
+    def _effective(self, name: str) -> Tensor:
+        """Returns how many independent draws would tell the mean of each element as well, ``(*site shape)``."""
+        value, weights = self._weighted(name, smoothed=True)
+        off = (value - (weights * value).sum(0)).square()
+        variance = (weights * off).sum(0)
+        error = (weights.square() * off).sum(0) + variance * over(self._pool.draws[None], value)[0]
+        return (variance / error).where(variance > 0, float(self.num_samples))
 
     def __repr__(self) -> str:
         sets = self.log_weights.shape[1:]

@@ -49,7 +49,7 @@ from pyro_nami.parameters.inputs import Pooling
 from pyro_nami.parameters.training import TrainedNetworks
 from pyro_nami.program.memory import rows_in_memory
 
-__all__ = ["InverseNetwork", "as_pyro_module", "coupling_of"]
+__all__ = ["InverseNetwork", "as_pyro_module"]
 
 COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
 MIN_UNITS = 8  # of a hidden layer by default
@@ -68,11 +68,6 @@ def as_pyro_module(module: nn.Module) -> nn.Module:
                 delattr(owner, name)
                 setattr(owner, name, PyroParam(value.detach().clone(), constraint=constraints.real))
     return module
-
-
-def coupling_of(name: Hashable) -> tuple[str, Hashable]:
-    """Returns by what the coupling of a factor's elements is known."""
-    return "coupling", name
 
 
 class InverseNetwork(TrainedNetworks):
@@ -122,9 +117,7 @@ class InverseNetwork(TrainedNetworks):
             for members in _grouped(factors, apart=not shared, without_data=not simulated)
         ]
         coupled = [factor for factor in factors if factor.dependence == "linear"]
-        restrained = [factor.name for factor in factors]
-        restrained += [coupling_of(factor.name) for factor in coupled]
-        super().__init__(groups, restrained, simulated, torch.empty(0, **factory))
+        super().__init__(groups, simulated, torch.empty(0, **factory))
         self.plates = plates
         # of which a guide's first call chooses one
         self.starts: list[Mapping[Hashable, Tensor]] = []

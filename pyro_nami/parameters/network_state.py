@@ -18,7 +18,7 @@ from pyro_nami.parameters.additions import Additions
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.parameters.group_network import GroupNetwork, PlacedFactor
 from pyro_nami.parameters.inputs import IndexMaps, Sources, concatenate
-from pyro_nami.parameters.inverse_network import InverseNetwork, coupling_of
+from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.spline_stack import StackPass
 from pyro_nami.parameters.training import TrainingRecord
 
@@ -200,20 +200,14 @@ class NetworkState:
         factor = place.factor
         self._advance(place, factor.num_elements if factor.sequential else 1)
         rows = self._groups[place.group].rows[name].unflatten(-1, (-1, factor.num_rows))
-        return self._restrained(name, self._additions(place).params(rows))
+        return self._additions(place).params(rows)
 
     def coupling(self, name: Hashable) -> Any:
         """Returns the map that couples the elements of a factor whose parameters have been asked for."""
         place = self.network.places[name]
         if place.stack is not None:
             return self._groups[place.group].stack(place)
-        return LinearMap(self._restrained(coupling_of(name), self._couplings[name]))
-
-    def _restrained(self, name: Hashable, value: Tensor) -> Tensor:
-        """Returns a value whose gradient is kept from being far longer than usual, where it learns from data."""
-        if self._learning and value.requires_grad and not torch.jit.is_tracing():
-            value.register_hook(functools.partial(self.network.restrain, name))
-        return value
+        return LinearMap(self._couplings[name])
 
     def conditionals(self, name: Hashable, ndims: int) -> ElementConditionals:
         """Returns what draws a sequential factor's elements one by one; ``ndims`` are the batch dims of its site."""

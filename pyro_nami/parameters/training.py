@@ -1,4 +1,4 @@
-"""What training keeps beside weights: counts of passes, averages, usual lengths of gradients, speeds."""
+"""What training keeps beside weights: counts of passes, averages, speeds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from pyro_nami.parameters.group_network import GroupNetwork
 
 __all__ = ["TrainedNetworks", "TrainingRecord"]
 
-MAX_GRADIENT = 10.0  # length of a gradient, in units of the usual one
-SHARE = 0.01  # of the latest gradient in the usual length
-FIRST_PASSES = 10  # of which no gradient is unusual
-
 
 class TrainingRecord(NamedTuple):
     """The values of one pass in training by which averages are updated."""
@@ -35,31 +31,21 @@ class TrainedNetworks(PyroModule):
 
     Args:
         groups: of the factors.
-        restrained: names of what gradients are restrained of: factors, and couplings of their elements.
         simulated: whether the guide is trained on simulations rather than on data.
         like: an empty tensor of dtype and device of the weights.
     """
 
-    usual: Tensor  # lengths of gradients, of each factor's parameters and coupling
     like: Tensor  # the model's values may have another dtype or device
     offsets: FreeParameters
     couplings: FreeParameters
 
-    def __init__(
-        self,
-        groups: Sequence[GroupNetwork],
-        restrained: Sequence[Hashable],
-        simulated: bool,
-        like: Tensor,
-    ) -> None:
+    def __init__(self, groups: Sequence[GroupNetwork], simulated: bool, like: Tensor) -> None:
         super().__init__()
         self.groups = tuple(groups)
         self.simulated = simulated
         self.backward = Backward()  # from the current call
         self.passes = 0  # that gradients came back from
         self._stepped = False  # whether gradients came back since the speeds were adapted
-        self._index = {name: i for i, name in enumerate(restrained)}
-        self.register_buffer("usual", like.new_zeros(len(self._index)))
         self.register_buffer("like", like, persistent=False)
 
     @property
@@ -71,7 +57,6 @@ class TrainedNetworks(PyroModule):
         """Begins anew with other data: inputs are centered on those of the coming pass, and speeds are found again."""
         for group in self.groups:
             group.running.settled = False
-        self.usual.zero_()
         for module in self.modules():
             if isinstance(module, Pace):
                 module.restart()
@@ -100,23 +85,6 @@ class TrainedNetworks(PyroModule):
         self._stepped = True
         for group in self.groups:
             group.running.passes += 1
-
-    def restrain(self, name: Hashable, gradient: Tensor) -> Tensor:
-        """Returns the gradient of a factor's parameters or coupling, shortened if it is far longer than usual.
-
-        An optimizer that divides by a mean of squared gradients would else stand still for a thousand steps after one
-        draw far out, as of a chain that is not stable. A gradient that is not finite becomes zero.
-        """
-        with torch.no_grad():  # as the gradient may have a graph of its own
-            usual, length = self.usual[self._index[name]], gradient.norm()
-            known = (usual > 0) & (self.passes > FIRST_PASSES)
-            lost = known & ~length.isfinite()
-            most = torch.where(known, MAX_GRADIENT * usual, torch.inf)
-            taken = torch.minimum(length, most).where(~lost, usual)
-            shortened = torch.where(taken < length, taken / length, 1.0)
-            share = max(1 / (1 + self.passes), SHARE)
-            usual.copy_(usual.square().lerp(taken.square(), share).sqrt())
-        return (gradient * shortened).where(~lost, 0.0)
 
     def quicken(self) -> None:
         """Adapts the speeds of parameters, if the optimizer may have taken a step since; see `networks.Pace`."""

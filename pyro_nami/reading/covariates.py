@@ -22,7 +22,7 @@ from pyro_nami.factors.completed import constraints_of_parameters
 from pyro_nami.factors.wrappers import named_layers
 from pyro_nami.program.plate_dims import spread
 
-__all__ = ["MASK", "Argument", "Column", "ColumnSearch", "Given", "columns_of", "parameters"]
+__all__ = ["MASK", "Argument", "Column", "ColumnSearch", "columns_of", "parameters"]
 
 # relative norm of what other columns leave of one, below which it is no column of its own; at ten times more, columns
 # that are nearly collinear would be lost, at ten times less, rounding in single precision would show as columns
@@ -54,33 +54,26 @@ class Argument(NamedTuple):
     dim: int
 
 
-class Given(NamedTuple):
-    """One covariate: a column, of the last dim, of a tensor that the user gives for the site."""
-
-    column: int
-
-
-def plain_column(column: Column | Argument | Given) -> tuple:
+def plain_column(column: Column | Argument) -> tuple:
     """Returns a covariate as ``torch.load`` reads it with ``weights_only=True``."""
     return type(column).__name__, *column
 
 
-def column_of(plain: Sequence[Any]) -> Column | Argument | Given:
+def column_of(plain: Sequence[Any]) -> Column | Argument:
     """Returns the covariate that `plain_column` made plain."""
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in (Column, Argument, Given)}
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in (Column, Argument)}
     return kinds[plain[0]](*plain[1:])
 
 
 def columns_of(
-    columns: Sequence[Column | Argument | Given],
+    columns: Sequence[Column | Argument],
     at_draw: Callable[[int], Mapping[str, Any]],
     leaves: Sequence[Any] = (),
-    given: Tensor | None = None,
 ) -> Tensor:
     """Returns the values of columns, ``(*batch, columns)``.
 
-    They come from the site at reference draws (``at_draw``), from the model's arguments (``leaves``), or from what the
-    user has ``given`` for the site, ``(*batch, columns)``; ValueError if these lack what they had at the first call.
+    They come from the site at reference draws (``at_draw``), or from the model's arguments (``leaves``); ValueError if
+    these lack what they had at the first call.
     """
 
     names = {column.parameter for column in columns if isinstance(column, Column)}
@@ -89,23 +82,16 @@ def columns_of(
     def at(draw: int) -> dict[str, Tensor]:
         return parameters(at_draw(draw)["fn"], names) | {MASK: _mask_of(at_draw(draw))}
 
-    def values(column: Column | Argument | Given) -> Tensor:
+    def values(column: Column | Argument) -> Tensor:
         if isinstance(column, Argument):
             leaf = leaves[column.leaf]
             return spread(leaf.reshape(len(leaf), -1)[:, column.column], column.dim)
-        if isinstance(column, Column):
-            if column.parameter in at(column.draw):
-                return at(column.draw)[column.parameter][..., column.entry]
-            site = at_draw(column.draw)
-            raise ValueError(
-                f"Expected site '{site['name']}' to have the parameter '{column.parameter}', as at the guide's first "
-                f"call; got {type(site['fn']).__name__}. Make a new guide."
-            )
-        if given is not None and given.shape[-1] > column.column:
-            return given[..., column.column]
+        if column.parameter in at(column.draw):
+            return at(column.draw)[column.parameter][..., column.entry]
+        site = at_draw(column.draw)
         raise ValueError(
-            "Expected the callable `covariates` to give a site as many columns as at the guide's first call; got "
-            f"{0 if given is None else given.shape[-1]}. Make a new guide."
+            f"Expected site '{site['name']}' to have the parameter '{column.parameter}', as at the guide's first "
+            f"call; got {type(site['fn']).__name__}. Make a new guide."
         )
 
     return torch.stack(torch.broadcast_tensors(*map(values, columns)), -1)

@@ -88,7 +88,6 @@ def extract(
     observed: Iterable[str] = (),
     checks: int = 200,
     init: Callable[[dict], Tensor] | None = None,
-    index_maps: Mapping[tuple[str, str], Tensor] | None = None,
     lifted: bool = False,
 ) -> Extraction:
     """The Bayesian network of a model, and the run that it was read off.
@@ -102,14 +101,11 @@ def extract(
         observed: names of sites that this call samples but that inference will condition on.
         checks: the most runs of interventions. Beyond, values that left torch are taken to reach all later sites.
         init: site -> a constrained value, of latents that cannot be sampled; by default a draw in unconstrained space.
-        index_maps: by pair (latent, site), the instance of the latent that each row of the site reads, integers
-            ``(rows,)``. These pairs are not tested; other maps are found by intervention, within ``checks``.
         lifted: whether the sites of a loop are to be one site, where provenance is sure of what they read.
 
     Raises:
-        TypeError: an index map is not a tensor of integers.
-        ValueError: a name in ``observed`` or ``index_maps`` is not a site; an index map points outside its plate;
-            sites appear or disappear with the values of others; or instances of a plate depend on each other.
+        ValueError: a name in ``observed`` is not a site; sites appear or disappear with the values of others; or
+            instances of a plate depend on each other.
         NotImplementedError: a latent site can neither be sampled nor initialized.
     """
     kwargs = dict(kwargs or {})
@@ -119,7 +115,7 @@ def extract(
         if lifted and (extraction := _lifted(probe, claims)) is not None:
             return extraction
         found = intervene(probe, claims)
-        maps, plans, finished = search_maps(probe, found, index_maps or {})
+        maps, plans, finished = search_maps(probe, found)
     _warn(probe, found, finished)
     net = _network(probe, found, maps)
     hidden = frozenset(found.hidden)
@@ -202,5 +198,5 @@ def _warn(probe: Probe, found: Dependencies, finished: bool) -> None:
     if not finished:
         warn(
             f"Not every plate that is read from another one was tested for an index map: the budget of {probe.budget} "
-            "runs is spent. Such sites are taken to read all of it. Raise `checks`, or give the maps by `index_maps`."
+            "runs is spent. Such sites are taken to read all of it. Raise `checks`."
         )

@@ -1,30 +1,24 @@
-"""From ``path/to/file.py:name`` to a model, its arguments, and its extracted network.
+"""From ``path/to/file.py:name`` to a model and its arguments.
 
 Whatever goes wrong in a user's file ends here, as a `Failure` of one line.
 """
 
 from __future__ import annotations
 
-__all__ = ["Failure", "FoundModel", "find", "loaded", "told"]
+__all__ = ["Failure", "LoadedModel", "loaded", "told"]
 
 import contextlib
 import importlib
-import io
 import runpy
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import pyro
 import torch
-
-from pyro_nami.reading.extraction import Extraction, extract
-
-_READING = Path(extract.__code__.co_filename).parent
 
 
 class Failure(Exception):
@@ -47,14 +41,6 @@ class LoadedModel(NamedTuple):
             f"The model {target!r}, called with {called}, fails: {told(error, self.path)}. "
             "Give its arguments by --args."
         )
-
-
-class FoundModel(NamedTuple):
-    """A model with arguments, its extracted network, and the warnings of the extraction, a line each."""
-
-    loaded: LoadedModel
-    extraction: Extraction
-    warnings: tuple[str, ...]
 
 
 @contextlib.contextmanager
@@ -90,45 +76,6 @@ def loaded(target: str, args: str | None, kwargs: str | None, seed: int) -> Iter
             positional, named = _arguments(names, name, args, kwargs)
         pyro.set_rng_seed(seed)
         yield LoadedModel(model, positional, named, path)
-
-
-def find(
-    target: str,
-    args: str | None,
-    kwargs: str | None,
-    *,
-    observed: Sequence[str],
-    seed: int,
-    checks: int,
-) -> FoundModel:
-    """Imports the target's file as `loaded` does, and extracts the network of the model.
-
-    What the model prints, in its runs, goes nowhere.
-
-    Args:
-        target, args, kwargs, seed: those of `loaded`.
-        observed, checks: those of `extract`.
-
-    Raises:
-        Failure: something of this does not work.
-    """
-    with (
-        loaded(target, args, kwargs, seed) as found,
-        warnings.catch_warnings(record=True) as caught,
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        warnings.simplefilter("always", UserWarning)
-        try:
-            extraction = extract(
-                found.model, found.args, found.kwargs, observed=observed, checks=checks
-            )
-        except Exception as error:
-            ours = Failure(_line(error)) if _is_ours(error) else found.failure(error, target)
-            raise ours from error
-    if not extraction.bayesnet.sites:
-        raise Failure(f"Expected a model with sample sites; got {target!r}, which has none.")
-    messages = tuple(dict.fromkeys(_line(warning.message) for warning in caught))
-    return FoundModel(found, extraction, messages)
 
 
 def _arguments(
@@ -191,13 +138,3 @@ def _evaluated(expression: str, option: str, names: Mapping[str, Any]) -> Any:
         raise Failure(
             f"Expected {option} to be a Python expression; got {expression!r}: {told(error)}."
         ) from error
-
-
-def _is_ours(error: Exception) -> bool:
-    """Whether the extraction raised an error on purpose; other errors are the model's."""
-    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent
-    return raised == _READING and isinstance(error, (ValueError, NotImplementedError))
-
-
-def _line(message: object) -> str:
-    return " ".join(str(message).split())

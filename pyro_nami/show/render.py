@@ -1,35 +1,21 @@
-"""`render`: drawings of a `BayesNet` or an `Inverse` as text, Mermaid, DOT, or Graphviz images.
-
-A network is laid out once (nested boxes of nodes, and edges) and written in the requested format.
-Only images and the graphviz object need the extra ``viz``.
-"""
+"""`render`: drawings of a `BayesNet` or an `Inverse` as text or Mermaid."""
 
 from __future__ import annotations
 
-__all__ = ["IMAGE_FORMATS", "render"]
+__all__ = ["render"]
 
 import itertools
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet, label, plate_list
 
-if TYPE_CHECKING:
-    import graphviz
 
-IMAGE_FORMATS = ("png", "svg", "pdf", "ps", "eps", "jpg", "gif", "webp")
-_INSTALL = "pip install pyro_nami[viz]"
-
-
-def render(
-    structure: BayesNet | Inverse, format: str = "text", path: str | PathLike[str] | None = None
-) -> str | bytes | graphviz.Source:
+def render(structure: BayesNet | Inverse, format: str = "text") -> str:
     """Draws a network or an inverse.
 
     Plates are drawn as Pyro's `render_model` draws them, as nested boxes with their name and, here, their size;
@@ -40,14 +26,11 @@ def render(
 
     Args:
         structure: a `BayesNet` or an `Inverse`.
-        format: ``"text"``, ``"mermaid"``, ``"dot"``; ``"graphviz"`` (for notebooks); or of `IMAGE_FORMATS` (bytes).
-        path: a file to write the result to as well.
+        format: ``"text"`` or ``"mermaid"``.
 
     Raises:
         TypeError: the structure is of another type.
         ValueError: the format is not known.
-        ImportError: the format needs the graphviz package, which is missing.
-        RuntimeError: the format needs the Graphviz program ``dot``, which is missing.
 
     Example:
         >>> net = BayesNet.from_edges([("z", "x")], observed=["x"])
@@ -60,25 +43,13 @@ def render(
     """
     if not isinstance(structure, (BayesNet, Inverse)):
         raise TypeError(f"Expected a BayesNet or an Inverse; got {type(structure).__name__}.")
-    formats = ("text", "mermaid", "dot", "graphviz", *IMAGE_FORMATS)
-    if format not in formats:
-        raise ValueError(f"Expected format to be one of {', '.join(formats)}; got {format!r}.")
-    if format == "text":
-        drawn: str | bytes | graphviz.Source = str(structure)
-    elif format == "mermaid":
-        drawn = _mermaid(structure)
-    elif format == "dot":
-        drawn = _dot(structure)
-    else:
-        drawn = _by_graphviz(_dot(structure), format)
-    if path is not None:
-        content = drawn if isinstance(drawn, (str, bytes)) else drawn.source
-        Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return drawn
+    if format not in ("text", "mermaid"):
+        raise ValueError(f"Expected format to be 'text' or 'mermaid'; got {format!r}.")
+    return str(structure) if format == "text" else _mermaid(structure)
 
 
 class Node(NamedTuple):
-    """A site as it is drawn: its id, the lines of its text, and one of the styles in `_DOT_STYLES`."""
+    """A site as it is drawn: its id, the lines of its text, and its style: solid, or one of `_MERMAID_STYLES`."""
 
     id: str
     lines: list[str]
@@ -186,62 +157,3 @@ def _mermaid_box(box: NodeBox, indent: str, numbers: Iterator[int]) -> Iterator[
 def _mermaid_text(text: str) -> str:
     """Text for a quoted Mermaid label, everything that could be markup as a character code."""
     return re.sub(r"[^\w .,:()\[\]'/-]", lambda found: f"#{ord(found[0])};", text)
-
-
-_DOT_STYLES = {
-    "solid": "style=filled, fillcolor=white",
-    "observed": "style=filled, fillcolor=gray",
-    "dashed": 'style="filled,dashed", fillcolor=white',
-    "dotted": 'style="filled,dotted", fillcolor=white',
-}
-
-
-def _dot(structure: BayesNet | Inverse) -> str:
-    outer, edges = _layout(structure)
-    body = list(_dot_box(outer, "  ", itertools.count()))
-    for edge in edges:
-        options = ["style=dashed"] if edge.dashed else []
-        if edge.text:
-            options.append(f"label={_dot_text(edge.text)}")
-        suffix = f" [{', '.join(options)}]" if options else ""
-        body.append(f"  {edge.source} -> {edge.target}{suffix}")
-    return "\n".join(["digraph {", *body, "}"])
-
-
-def _dot_box(box: NodeBox, indent: str, numbers: Iterator[int]) -> Iterator[str]:
-    for node in box.nodes:
-        yield f"{indent}{node.id} [label={_dot_text(*node.lines)}, {_DOT_STYLES[node.style]}]"
-    for inner in box.boxes.values():
-        yield f"{indent}subgraph cluster_{next(numbers)} {{"
-        yield f"{indent}  label={_dot_text(inner.title)}; labeljust=r; labelloc=b"
-        yield from _dot_box(inner, indent + "  ", numbers)
-        yield f"{indent}}}"
-
-
-def _dot_text(*lines: str) -> str:
-    """Lines as one quoted DOT string; ``&`` would otherwise start an entity, and a backslash an escape."""
-    escaped = (
-        line.replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;") for line in lines
-    )
-    return '"' + "\\n".join(escaped) + '"'
-
-
-def _by_graphviz(dot: str, format: str) -> bytes | graphviz.Source:
-    """Returns the graphviz object of a DOT text, or an image that the program ``dot`` draws."""
-    try:
-        import graphviz
-    except ImportError as error:
-        raise ImportError(
-            f"Expected the graphviz package for this format; got none. Run `{_INSTALL}`."
-        ) from error
-    source = graphviz.Source(dot)
-    if format == "graphviz":
-        return source
-    try:
-        return source.pipe(format=format)
-    except graphviz.ExecutableNotFound as error:
-        raise RuntimeError(
-            f"Expected the Graphviz program `dot` on the PATH to draw {format!r}; got none. `{_INSTALL}` brings the "
-            "Python package; install the program with `apt install graphviz`, `brew install graphviz` or "
-            "`conda install graphviz`. Formats text, mermaid and dot need neither."
-        ) from error

@@ -13,12 +13,11 @@ import torch
 from pyro import poutine
 from scripts import ROOT
 
-from pyro_nami import NoisyOr
-
 sys.path.append(str(ROOT / "examples" / "noisy_or"))
 
 import measures  # noqa: E402
 import worlds  # noqa: E402
+from noisy_or_distribution import NoisyOr  # noqa: E402
 
 
 def small_world(observed: int = 4, latents: int = 3) -> worlds.World:

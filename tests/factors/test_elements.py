@@ -10,7 +10,7 @@ from models import minimize
 from torch.nn.functional import softplus
 from torch.special import ndtr
 
-from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements
+from pyro_nami.factors.elements import LogisticElements
 from pyro_nami.factors.knots import NeuralSpline
 from pyro_nami.factors.links import positive
 from pyro_nami.factors.normals import MixtureElements, NormalElements, SinhArcsinh
@@ -191,18 +191,6 @@ def test_a_logistic_element_is_torchs_relaxed_bernoulli():
         torch.tensor([[-8e3], [8e3]])
     )
     assert far.isfinite().all()
-
-
-def test_a_relaxed_one_hot_element_is_torchs():
-    logits, temperature = (
-        torch.tensor([[0.7, -0.2, 0.1]], dtype=DTYPE),
-        torch.tensor(0.4, dtype=DTYPE),
-    )
-    oracle = dist.RelaxedOneHotCategorical(temperature, logits=logits)
-    value = oracle.sample((20,))
-    torch.testing.assert_close(
-        ExpRelaxedElements(logits, temperature).log_prob(value.log()), oracle.log_prob(value)
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

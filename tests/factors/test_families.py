@@ -78,14 +78,6 @@ CASES = {
     "geometric": (None, dist.Geometric(t(0.4))),
     "negative-binomial": (None, dist.NegativeBinomial(t(3.0), t(0.4))),
     "gamma-poisson": (None, dist.GammaPoisson(t(3.0), t(0.8))),
-    "relaxed-bernoulli": (None, dist.RelaxedBernoulli(t(0.5), t(0.3))),
-    "relaxed-bernoulli-vector": (None, dist.RelaxedBernoulli(t(0.5), t(0.3, 0.8)).to_event(1)),
-    "relaxed-bernoulli-temperatures": (
-        None,
-        dist.RelaxedBernoulli(t(0.5, 2.0), t(0.3, 0.8)).to_event(1),
-    ),
-    "relaxed-one-hot": (None, dist.RelaxedOneHotCategorical(t(0.7), t(0.3, 0.7))),
-    "relaxed-one-hot-vector": (None, dist.RelaxedOneHotCategorical(t(0.7), ones(2, 3)).to_event(1)),
     "tempered": (relaxed(0.6), dist.RelaxedBernoulli(t(0.5), t(0.3, 0.8)).to_event(1)),
     "tempered-logits": (relaxed(0.6), dist.Logistic(t(0.0), t(2.0))),
 }
@@ -619,17 +611,9 @@ def test_a_relaxed_family_has_the_density_of_torchs_at_its_own_temperature():
     torch.testing.assert_close(found.log_prob(values), torchs.log_prob(values))
 
 
-def test_a_relaxed_factor_has_the_current_temperature():
-    now = dist.RelaxedBernoulli(t(2.0), t(0.6))
-    moved = make_family(None, "z", dist.RelaxedBernoulli(t(0.5), t(0.3)), t(0.4)).at(now)
-    anchor = moved.anchor(now)
-    found = moved.distribution(moved.initial(t(0.4), 1.0, anchor), anchor)
-    torch.testing.assert_close(found.log_prob(t(0.2)), now.log_prob(t(0.2)))
-
-
 def test_a_relaxed_draw_close_to_the_boundary_keeps_a_finite_density_and_gradient():
     prior = dist.RelaxedBernoulli(torch.tensor(0.05), logits=torch.tensor(8.0))
-    family = make_family(None, "z", prior, torch.tensor(0.5))
+    family = make_family(relaxed(0.05), "z", prior, torch.tensor(0.5))
     params = torch.tensor([[9.0]], requires_grad=True)
     q = family.distribution(params)
     values = q.rsample((100,))

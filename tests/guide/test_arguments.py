@@ -137,30 +137,6 @@ def test_an_observation_that_no_factor_reads_reaches_the_models_own_conditionals
     )
 
 
-def test_check_says_what_is_other_than_at_the_first_call():
-    def model(y, *, link=False, more=False, cauchy=False):
-        m = pyro.sample("m", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(y)):
-            z = pyro.sample("z", dist.Normal(m, 1.0))
-            likelihood = dist.Cauchy if cauchy else dist.Normal
-            pyro.sample("y", likelihood(z + (m.square() if link else 0), 1.0), obs=y)
-        if more:
-            pyro.sample("w", dist.Normal(m, 1.0))
-
-    guide = AutoNaMIGuide(model)
-    with pytest.raises(RuntimeError, match="called once"):
-        guide.check(Y)
-    guide(Y)
-    state = torch.get_rng_state()
-    assert guide.check(Y) == guide.check(torch.cat([Y, Y])) == []
-    assert guide.check(Y, more=True) == ["Site 'w' is new."]
-    assert guide.check(Y, link=True)[0].startswith("Site 'y' reads 'm' now")
-    for name in "mz":
-        message = f"The conditional of '{name}' does not have the form any more"
-        assert any(each.startswith(message) for each in guide.check(Y, cauchy=True)), name
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_a_guide_says_what_it_is_made_of():
     assert "not called yet" in repr(AutoNaMIGuide(regression))
     guide, _ = ready(regression, torch.linspace(-1.0, 1.0, 6), Y)

@@ -39,10 +39,6 @@ Y = torch.tensor(1.0)
         ({"init_scale": -1.0}, ValueError, r"init_scale > 0\.; got -1\.0"),
         ({"init_scale": 0.0}, ValueError, "init_scale"),
         ({"within": "joint"}, ValueError, "within .*got 'joint'"),
-        ({"covariates": 3}, TypeError, "covariates .*got 3"),
-        ({"covariates": "none"}, TypeError, "covariates .*got 'none'"),
-        ({"index_maps": {("a", "y"): None}}, TypeError, "index_maps .*callables"),
-        ({"index_maps": {"a": lambda *args: 0}}, TypeError, "index_maps"),
         ({"pooling": "max"}, ValueError, "pooling to be one of mean, attention, or a callable"),
     ],
 )
@@ -67,7 +63,6 @@ def test_options_out_of_range(options, error, message):
         ({"observed": "nope"}, ValueError, "nope"),
         ({"embeddings": {"nope": nn.Identity()}}, ValueError, "embeddings.*'nope'"),
         ({"embeddings": {"a": nn.Identity()}}, ValueError, "embeddings.*'a'"),
-        ({"covariates": lambda y: {"nope": torch.zeros(1)}}, ValueError, "covariates.*'nope'"),
     ],
 )
 def test_options_that_name_what_the_model_lacks(options, error, message):

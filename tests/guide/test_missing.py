@@ -102,12 +102,9 @@ def test_what_stands_in_masked_entries_is_not_read_and_differs_from_any_value_th
 
 
 @ALL
-@pytest.mark.parametrize("given", [True, False])
-def test_masks_are_read_whoever_gives_the_covariates(model, given):
+def test_masks_are_read(model):
     y = torch.randn(ROWS)
-    site = "y_observed" if model is observed_in_part else "y"
-    numbers = {site: torch.arange(float(ROWS)).unsqueeze(-1)}
-    guide = ready(model, y, PATTERN, covariates=(lambda y, mask: numbers) if given else None)
+    guide = ready(model, y, PATTERN)
     before = densities(guide, y, PATTERN)
     assert torch.equal(densities(guide, filled(y, PATTERN, -999.0), PATTERN), before)
     assert not torch.equal(densities(guide, y, ~PATTERN), before)

@@ -198,12 +198,10 @@ def test_coupled_instances_form_one_block(inverse, exact):
 # ---- covariates
 
 
-@pytest.mark.parametrize("given", [False, True])
 @DIRECTIONS
-def test_known_scales_are_found_or_given_and_read(inverse, given):
+def test_known_scales_are_found_and_read(inverse):
     """eight schools: sigma is no site, but differs between schools."""
-    covariates = {"covariates": lambda y, sigma: {"y": sigma.log().unsqueeze(-1)}} if given else {}
-    guide, y, sigma, values = schools(inverse=inverse, **covariates)
+    guide, y, sigma, values = schools(inverse=inverse)
     before = guide.log_prob(values, y, sigma)
     assert not torch.allclose(guide.log_prob(values, y, sigma * 2), before)
     if inverse == "reverse":
@@ -214,11 +212,6 @@ def test_known_scales_are_found_or_given_and_read(inverse, given):
     assert not torch.allclose(guide.log_prob(values, y, sigma), before), (
         "what was changed in place is read"
     )
-
-
-def test_covariates_can_be_turned_off():
-    guide, y, sigma, values = schools(covariates=None, exact=False)
-    assert torch.equal(guide.log_prob(values, y, sigma), guide.log_prob(values, y, sigma * 2))
 
 
 @DIRECTIONS

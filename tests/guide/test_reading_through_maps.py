@@ -574,9 +574,6 @@ def test_the_same_arguments_cost_no_runs(model):
     assert counted.runs_of(guide, *args) == again
 
 
-OVERRIDE = {("alpha", "y"): lambda county, counties, y=None: counties - 1 - county}
-
-
 def costs(model, **options):
     """Returns for 4 groups and for 600 the runs of a first call, one with other data, and one on another index."""
     for size in (4, 600):
@@ -597,21 +594,6 @@ def test_group_testing_takes_two_runs_a_bit():
     (_, _, few), (_, _, many) = costs(recoded)
     assert many - few == 2 * (10 - 2)
     assert few <= 2 * 2 + 1 + 4
-
-
-def test_a_given_map_is_not_searched_for():
-    (first_of_few, _, few), (first_of_many, _, many) = costs(recoded, index_maps=OVERRIDE)
-    assert few == many <= 4
-    assert first_of_many <= first_of_few + 2
-
-
-@EXACT
-def test_a_given_map_is_the_automatic_one(exact):
-    guide, args, _ = trained(recoded, exact=exact)
-    told = twin(guide, *args, index_maps=OVERRIDE, exact=exact)
-    for now in (args, data_of(recoded, 7, 20)):
-        values = draw(guide, *now)
-        assert torch.equal(told.log_prob(values, *now), guide.log_prob(values, *now))
 
 
 @EXACT
@@ -683,32 +665,6 @@ def test_an_index_may_come_to_read_what_was_no_map(exact):
 
 
 # ---- bad input
-
-
-@pytest.mark.parametrize(
-    "index, match",
-    [
-        (torch.tensor([0, 1, 5, 2]), "outside plate 'county'|from plate 'obs' to plate 'county'"),
-        (torch.tensor([0, 1, -1, 2]), "outside plate 'county'|from plate 'obs' to plate 'county'"),
-        (torch.tensor([0.0, 1.0, 2.0, 2.0]), "integer"),
-        (torch.tensor([0, 1, 2]), "rows|length|index"),
-    ],
-    ids=["too large", "negative", "no integers", "too short"],
-)
-@EXACT
-def test_a_given_map_that_does_not_fit(index, match, exact):
-    """TypeError or ValueError, at the first call or a later one."""
-    county = torch.tensor([0, 1, 1, 2])
-    short = index.shape != county.shape  # which nothing reads in later calls where all is exact
-    for later in (False, True)[: 1 if exact and short else 2]:
-        answer = [county if later else index]
-        maps = {("alpha", "y"): lambda *args: answer[0]}  # noqa: B023
-        guide = amortized(varying_intercept, index_maps=maps, exact=exact)
-        if later:
-            guide(county, 3, torch.randn(4))
-            answer[0] = index
-        with pytest.raises((ValueError, TypeError), match=match):
-            guide(county, 3, torch.randn(4))
 
 
 @EXACT

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import itertools
-import math
 
 import pyro
 import pyro.distributions as dist
@@ -22,9 +21,8 @@ from models import (
     unobserved,
 )
 from pyro import poutine
-from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
+from pyro.infer import JitTrace_ELBO, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
-from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation
 from pyro_nami.parameters.network_state import NetworkState
@@ -403,46 +401,3 @@ def test_data_that_a_model_draws_anew_vary():
     guide = AutoNaMIGuide(drawn)
     steps(drawn, guide, count=4)
     assert guide.mode == "minibatches"
-
-
-@pytest.mark.parametrize("spike", [1.0, 1e6, 1e30, math.inf])
-def test_a_gradient_far_longer_than_usual_does_not_stop_training(spike):
-    """Adam divides by a mean of squares of a thousand steps, in which one such outweighs all others for good."""
-
-    def model(pull):
-        with pyro.plate("rows", 3):
-            z = pyro.sample("z", dist.StudentT(4.0, 0.0, 1.0))
-            pyro.factor("pull", pull * z)
-
-    guide = AutoNaMIGuide(model)
-    svi = SVI(model, guide, Adam({"lr": 0.05}), Trace_ELBO())
-    for _ in range(60):
-        svi.step(torch.tensor(1.0))
-    far = guide.median(torch.tensor(1.0))["z"]
-    svi.step(torch.tensor(spike))
-    for _ in range(60):
-        svi.step(torch.tensor(-1.0))
-    assert guide.network.usual.isfinite().all()
-    assert (far > 1.0).all() and (guide.median(torch.tensor(1.0))["z"] < 0.0).all()
-
-
-@pytest.mark.usefixtures("own_parameters")
-def test_a_gradient_that_grows_in_time_is_left_as_it_is(monkeypatch):
-    """As where a term of the loss is turned on by and by."""
-    guide, losses = learned(conjugate_normal), Trace_ELBO()
-
-    def gradients(guide, share):
-        guide.zero_grad()
-        (share * losses.differentiable_loss(conjugate_normal, guide, Y)).backward()
-        return [value.grad.clone() for value in guide.parameters() if value.grad is not None]
-
-    for share in [0.0] * 20 + [1e-3] * 20 + [1.0] * 40:
-        gradients(guide, share)
-    unbounded = copy.deepcopy(guide)  # as every pass moves averages that gradients are made with
-    pyro.set_rng_seed(0)
-    found = gradients(guide, 1.0)
-    monkeypatch.setattr("pyro_nami.parameters.training.MAX_GRADIENT", float("inf"))
-    pyro.set_rng_seed(0)
-    whole = gradients(unbounded, 1.0)
-    assert len(found) == len(whole) and all(map(torch.equal, found, whole))
-    assert any(value.any() for value in found)

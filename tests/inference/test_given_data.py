@@ -11,7 +11,6 @@ from torch import nn
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.annealing.annealing import annealed_importance_sampling
-from pyro_nami.checking.diagnosis import diagnose
 from pyro_nami.checking.misspecification import misspecification
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.observations import Observations, observed_names
@@ -131,7 +130,6 @@ def test_observations_that_are_no_mapping_are_an_error():
         lambda: importance_sample(crossed, guide, num_samples=2, observations=y),
         lambda: annealed_importance_sampling(crossed, guide, observations=y),
         lambda: misspecification(crossed, observations=y),
-        lambda: diagnose(guide, observations=y),
     ):
         with pytest.raises(TypeError, match="as a mapping from sites to values; got Tensor"):
             call()

@@ -50,10 +50,10 @@ def test_joint_draws_stay_joint_draws_whatever_the_guide(worth, least, most, mon
     monkeypatch.setattr("pyro_nami.inference.latent_moves.WORTH", worth)
     simulator = Simulator(plated, observed=["x"])
     draws = simulator.draw(20_000)
-    moves, now, state = LatentMoves(simulator, off, 3), draws, {}
+    moves, now = LatentMoves(simulator, off, 3), draws
     for _ in range(10):
-        before, now = now, moves(now, state)
-        assert state["moved"] == pytest.approx(
+        before, now = now, moves(now)
+        assert moves.moved == pytest.approx(
             (now.latents["mu"] != before.latents["mu"]).double().mean().item()
         )
     assert least < (now.latents["mu"] != draws.latents["mu"]).float().mean() <= most
@@ -72,14 +72,14 @@ def test_few_draws_move_by_several_of_the_guide_made_at_once(monkeypatch):
     )
     simulator = Simulator(plated, observed=["x"])
     draws = simulator.draw(20_000)
-    moves, state = LatentMoves(simulator, off, 3), {}
-    moved = moves(draws, state)
+    moves = LatentMoves(simulator, off, 3)
+    moved = moves(draws)
     assert counts[-1] == 3 and counts.count(3) == 1
     assert_standard(moved)
     monkeypatch.setattr("pyro_nami.inference.latent_moves.FEW", 10_000)
-    share = state["moved"]
-    moves(draws, state)
-    assert state["moved"] == pytest.approx(share, abs=0.02) and share > 0.05
+    share = moves.moved
+    moves(draws)
+    assert moves.moved == pytest.approx(share, abs=0.02) and share > 0.05
 
 
 def assert_standard(draws):

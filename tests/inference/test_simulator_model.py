@@ -1,7 +1,5 @@
 """Simulators that are no Pyro models: posteriors without weights, and what they may return."""
 
-import math
-
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -9,11 +7,8 @@ import pytest
 import torch
 import torch.distributions as td
 from pyro import poutine
-from scipy import stats
 
 from pyro_nami import amortize, calibrate, from_simulator, importance_sample
-from pyro_nami.amortize.truncated_rounds import Region, next_round
-from pyro_nami.inference import Simulator
 
 PRIOR = dist.Normal(torch.zeros(2), 1.0).to_event(1)
 
@@ -118,90 +113,6 @@ def test_priors_may_be_torchs(prior):
         {"x": theta}, num_samples=5
     )
     assert draws.samples["theta"].shape == (5, 2)
-
-
-def test_regions_hold_the_prior_cut_to_where_a_guide_has_its_mass():
-    class Guide:
-        """Normal about the data, of sd 0.1; ``wide`` times as wide."""
-
-        wide = 1.0
-
-        def factor(self, x):
-            return dist.Normal(x, 0.1 * self.wide).to_event(1)
-
-        def __call__(self, observations):
-            pyro.sample("theta", self.factor(observations["x"]))
-
-        def log_prob(self, latents, observations):
-            return self.factor(observations["x"]).log_prob(latents["theta"])
-
-    simulator, guide = Simulator(from_simulator(PRIOR, noisy), observed=["x"]), Guide()
-    region = Region(simulator, guide, {"x": torch.tensor([0.5, 0.0])})
-    theta = region.draw(3000)["theta"]
-    radius = (theta - torch.tensor([0.5, 0.0])).norm(dim=-1)
-    # at most one in 10,000 of the guide's draws outside
-    assert radius.max() < 0.1 * (-2 * math.log(1e-5)) ** 0.5
-    grid = dist.Normal(0.0, 1.0).sample((2_000_000, 2))
-    inside = grid[(grid - torch.tensor([0.5, 0.0])).norm(dim=-1) < radius.max()]
-    for i in (0, 1):
-        assert stats.ks_2samp(theta[:, i].numpy(), inside[:, i].numpy()).pvalue > 1e-3
-    few = simulator.draw(500)
-    again = next_round(simulator, guide, {"x": torch.tensor([0.5, 0.0])}, few, 200)
-    kept = region.holds(few.latents)
-    assert 10 < kept.sum() < 80 and abs(again.num - 200 - kept.sum()) < 10
-    assert again.latents["theta"].shape == again.observed["x"].shape == (again.num, 2)
-    assert (again.observed["x"] - again.latents["theta"]).std() < 0.6  # new data, of these latents
-    guide.wide = 1e-4  # a region that the prior would not find is enlarged
-    assert (
-        0.0005
-        < Region(simulator, guide, {"x": torch.zeros(2)}).holds({"theta": grid}).float().mean()
-        < 0.003
-    )
-
-
-def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
-    seen = []
-
-    def square(theta):
-        seen.append(theta)
-        return theta.square() + 0.02 * torch.randn_like(theta)
-
-    model, x = from_simulator(PRIOR, square), {"x": torch.tensor([1.0, 2.0])}
-    grid = torch.linspace(-6.0, 6.0, 100_001)
-    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Normal(grid.square(), 0.02).log_prob(
-        x["x"][:, None]
-    )
-    signs = 2 * torch.randint(2, (2000, 2)) - 1
-    exact = signs * grid[dist.Categorical(logits=joint).sample((2000,))].abs()
-
-    def loss(posterior):
-        with torch.no_grad():
-            data = {"x": x["x"].expand(2000, 2)}
-            return -posterior.guide.log_prob({"theta": exact}, observations=data).mean().item()
-
-    def run(**options):
-        seen.clear()
-        options = {"simulations": 1200, "steps": 300, "progress": False, **options}
-        return loss(amortize(model, observed=["x"], **options))
-
-    focused = run(at=x, rounds=2)
-    assert focused < -4.6, focused  # exact: -5.3; the prior 3.3
-    # but for runs that look at the model
-    first, last = (theta for theta in seen if len(theta) > 20)
-    assert len(first) == len(last) == 600
-    off = [(theta.square() - x["x"]).abs().mean() for theta in (first, last)]
-    assert off[1] < 0.85 * off[0], off  # of 600 draws of the prior 1 with an error of 0.035
-
-    with pytest.raises(ValueError, match="one data set, of the site's shape, for rounds; got 2"):
-        run(at={"x": torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match="at least one round; got 0"):
-        run(at=x, rounds=0)
-    with pytest.raises(ValueError, match="at= for data without a density"):
-        amortize(
-            lambda: pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0)),
-            observed=["x"],
-            at={"x": torch.tensor(0.0)},
-        )
 
 
 def test_simulators_may_be_written_with_pyro():

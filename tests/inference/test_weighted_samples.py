@@ -93,10 +93,10 @@ def test_a_summary_has_a_line_for_each_element():
     lines = draws.summary(prob=0.8).splitlines()
     assert lines[: len(repr(draws).splitlines())] == repr(draws).splitlines()
     head, *rows = lines[-5:]
-    assert head.split() == ["mean", "sd", "10%", "50%", "90%"]
+    assert head.split() == ["mean", "sd", "10%", "50%", "90%", "draws", "moved"]
     assert [row.split()[0] for row in rows] == ["z", "v[0]", "v[1]", "v[2]"]
     expected = [draws.mean("z"), draws.std("z"), *draws.quantile("z", [0.1, 0.5, 0.9])]
-    assert rows[0].split()[1:] == [f"{float(number):.3g}" for number in expected]
+    assert rows[0].split()[1:6] == [f"{float(number):.3g}" for number in expected]
     wide = (
         WeightedSamples({"w": torch.randn(10, 2, 300)}, torch.randn(10, 2)).summary().splitlines()
     )

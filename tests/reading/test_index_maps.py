@@ -16,7 +16,6 @@ from pyro_nami.graph import nami
 from pyro_nami.program.runner import Runner
 from pyro_nami.reading.extraction import extract
 from pyro_nami.reading.index_maps.decoding import MapPlan, find_maps, maps_hold
-from pyro_nami.reading.index_maps.given import check_map
 from pyro_nami.reading.index_maps.nesting import routes
 
 COUNTY = torch.tensor([4, 0, 2, 2, 1, 3, 0, 4, 4, 1, 3])
@@ -627,103 +626,6 @@ def test_maps_into_a_plate_of_one_instance_hold_by_themselves(found):
     )
 
 
-# Maps that the user gives
-
-
-def test_a_given_map_is_used_without_a_run():
-    model = Counted(model_of("indexed"))
-    plain = extract(model, checks=0)
-    runs = model.runs
-    found = extract(model, checks=0, index_maps={("alpha", "y"): COUNTY.int()})
-    assert model.runs == 2 * runs and not plain.index_maps
-    assert torch.equal(found.index_maps["obs", "county"], COUNTY)
-    assert [plan.targets for plan in found.map_plans] == [{"y": "obs"}]
-    assert found.bayesnet.plates["y"] == {"obs", "county"}
-
-
-def test_a_given_map_goes_with_one_that_is_found():
-    found = extract(model_of("crossed effects"), index_maps={("alpha", "y"): COUNTY})
-    assert torch.equal(found.index_maps["obs", "county"], COUNTY)
-    assert torch.equal(found.index_maps["obs", "day"], DAY)
-    assert sorted(plan.plate for plan in found.map_plans) == ["county", "day"]
-
-
-def test_a_given_map_stands_where_testing_shows_nothing():
-    def model():
-        rows(effects()[COUNTY] * LATE)
-
-    assert not extract(model).index_maps
-    found = extract(model, index_maps={("alpha", "y"): COUNTY})
-    assert torch.equal(found.index_maps["obs", "county"], COUNTY)
-
-
-@pytest.mark.parametrize(
-    ("pair", "index", "kind", "error"),
-    [
-        ("alpha y", COUNTY + 1, ValueError, "points outside plate 'county': got 5 in row 0"),
-        ("alpha y", COUNTY - 1, ValueError, "points outside plate 'county': got -1 in row 1"),
-        (
-            "alpha y",
-            COUNTY.float(),
-            TypeError,
-            r"\('alpha', 'y'\) to be a tensor of integers; got torch.float32",
-        ),
-        ("alpha y", COUNTY > 1, TypeError, "integers; got torch.bool"),
-        ("alpha y", COUNTY.tolist(), TypeError, "integers; got list"),
-        ("alpha y", COUNTY[:, None], ValueError, "one dim"),
-        ("alpha y", COUNTY[:-1], ValueError, "length of one plate of 'y' .* got 10 rows"),
-        ("gamma y", COUNTY, ValueError, "'gamma' is no latent"),
-        ("y y", COUNTY, ValueError, "'y' is no latent"),
-        ("alpha w", COUNTY, ValueError, "'w' is no sample site"),
-        ("mu y", COUNTY, ValueError, "'mu' in one plate that 'y' is not in"),
-    ],
-)
-def test_errors_of_given_maps(pair, index, kind, error):
-    with pytest.raises(kind, match=error):
-        extract(model_of("indexed"), index_maps={tuple(pair.split()): index})
-
-
-def test_given_maps_that_disagree_are_an_error():
-    def model():
-        alpha, beta = alpha_and_beta()
-        rows(alpha[COUNTY] + beta[COUNTY])
-
-    with pytest.raises(ValueError, match="different ones for .*'alpha'.* and .*'beta'"):
-        extract(model, index_maps={("alpha", "y"): COUNTY, ("beta", "y"): COUNTY.flip(0)})
-    with pytest.raises(
-        ValueError,
-        match=r"given for \('alpha', 'y'\); got instance 4 in row 0, where the map has 3",
-    ):
-        extract(model, index_maps={("alpha", "y"): COUNTY.flip(0)})  # beta is tested
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda alpha, beta: beta[COUNTY.flip(0)] * FLOOR,
-        lambda alpha, beta: beta.mean() + torch.zeros(ROWS),
-        lambda alpha, beta: alpha.mean() + torch.zeros(ROWS),
-    ],
-    ids=["other rows", "all of another latent", "all of the same latent"],
-)
-def test_a_given_map_is_an_error_where_another_site_of_the_rows_reads_other_instances(read):
-    def model():
-        alpha, beta = alpha_and_beta()
-        sites_of_the_rows(alpha[COUNTY], read(alpha, beta))
-
-    with pytest.raises(
-        ValueError, match=r"'y1' to read plate 'county' .* given for .*\('alpha', 'y0'\)"
-    ):
-        extract(model, index_maps={("alpha", "y0"): COUNTY})
-
-
-def test_a_given_map_serves_rows_of_other_sites_that_read_nothing():
-    found = extract(
-        model_of("slopes beside intercepts of another site"), index_maps={("alpha", "y0"): COUNTY}
-    )
-    assert torch.equal(found.index_maps["obs", "county"], COUNTY)
-
-
 def test_routes_compose_maps_and_end_on_a_cycle():
     maps = {
         ("a", "b"): torch.tensor([1, 0, 1]),
@@ -732,11 +634,6 @@ def test_routes_compose_maps_and_end_on_a_cycle():
     }
     found = {(len(route.maps), route.end): route.rows.tolist() for route in routes(maps, "a")}
     assert found == {(1, "b"): [1, 0, 1], (2, "c"): [7, 5, 7], (3, "a"): [0, 0, 0]}
-
-
-def test_a_checked_map_is_long():
-    assert check_map(("alpha", "y"), COUNTY.to(torch.int16), "county", COUNTIES).dtype == torch.long
-    assert check_map(("alpha", "y"), COUNTY[:0], "county", 0).shape == (0,)
 
 
 def test_a_plan_names_what_it_changes():

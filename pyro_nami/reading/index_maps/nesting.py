@@ -2,8 +2,7 @@
 
 A map from plate q to plate p puts every site of q into p. It is a nesting if, with everything else
 redrawn, changing all sites in a part of p, with the rows of q that the map puts there, moves
-nothing in the rest of p. Maps that fail are dropped; if only a user's maps can be to blame, an
-error says so.
+nothing in the rest of p. Maps that fail are dropped.
 """
 
 from __future__ import annotations
@@ -56,34 +55,23 @@ class Nesting:
     Args:
         probe: the model, whose runs count against its budget.
         found: what its sites read.
-        given: maps that the user knows, by plates (q, p).
-        pairs: these plates by the pair ``(latent, site)`` that the user gave them for.
 
     Attributes:
         maps: the index map ``(size_q,)`` of each pair of plates (q, p).
         finished: whether the budget sufficed.
     """
 
-    def __init__(
-        self,
-        probe: Probe,
-        found: Dependencies,
-        given: Mapping[Key, Tensor],
-        pairs: Mapping[Key, Key],
-    ) -> None:
+    def __init__(self, probe: Probe, found: Dependencies) -> None:
         self.probe = probe
         self.parents = found.parents
         self.hidden = found.hidden
-        self.given = given
-        self.pairs = pairs
-        self.maps: dict[Key, Tensor] = dict(given)
+        self.maps: dict[Key, Tensor] = {}
         self.finished = True
 
     def drop(self, keys: Collection[Key]) -> None:
-        """Drops maps, but none that was given."""
+        """Drops maps."""
         for key in keys:
-            if key not in self.given:
-                self.maps.pop(key, None)
+            self.maps.pop(key, None)
 
     def settle(self) -> None:
         """Drops the maps that contradict each other, or the model, until those that are left do not."""
@@ -92,7 +80,7 @@ class Nesting:
         verified: set[str] = set()
         while plates := sorted({p for _, p in self.maps} - verified):
             bad = self._violation(plates[0]) if self.probe.budget > 0 else set()
-            if bad <= self.given.keys():
+            if not bad:
                 verified.add(plates[0])
             self.drop(bad)
 
@@ -108,13 +96,7 @@ class Nesting:
                     {start, end} <= plates for plates in self.probe.plates_of.values()
                 )
                 if crossed or any(not torch.equal(found[0].rows, route.rows) for route in found):
-                    keys = {key for route in found for key in route.maps}
-                    if keys <= self.given.keys():
-                        raise ValueError(
-                            f"Expected index maps by which plate '{start}' determines plate '{end}'; got maps that "
-                            f"disagree, or plates that are crossed. Leave {sorted(keys)!r} out of `index_maps`."
-                        )
-                    bad |= keys
+                    bad |= {key for route in found for key in route.maps}
         return bad
 
     def _violation(self, plate: str) -> set[Key]:
@@ -134,12 +116,9 @@ class Nesting:
         }
         testable = probe.movable | probe.arguments
         aligned = self._aligned(places, inside)
-        found = {p for _, p in self.maps.keys() - self.given.keys()}
-        if plate not in found and all(pair in self.pairs for pair in aligned):
-            return set()  # as the user says
         untested = {name for u, name in aligned if name in self.hidden or u not in testable}
         bad = set().union(*(self._responsible(name, plate) for name in untested))
-        if bad - self.given.keys():
+        if bad:
             return bad
         parents = {u for u, _ in aligned}
         data = [u for u in probe.order if u in probe.arguments and u in parents]
@@ -154,7 +133,7 @@ class Nesting:
                     run = probe.attempt(probe.redraw_rows, origin, places, changed, data)
                     for name in names:
                         if run.strayed(origin, name, places[name], changed).any():
-                            return self._erring(name, plate)
+                            return self._responsible(name, plate)
         except (OutOfBudget, KeyError) as error:  # KeyError: the model fails at all these values
             self.finished &= isinstance(error, KeyError)
             return self._keys({q for q, _ in self.maps}, plate)
@@ -188,14 +167,3 @@ class Nesting:
         names = [name] if plate not in plates_of[name] else self.parents[name]
         inner = {q for u in names for q in plates_of[u] if plate not in plates_of[u]}
         return self._keys(inner, plate) or self._keys({q for q, _ in self.maps}, plate)
-
-    def _erring(self, name: str, plate: str) -> set[Key]:
-        """The maps that err where a site reads other instances of a plate than its own; given ones are an error."""
-        keys = self._responsible(name, plate)
-        if keys <= self.given.keys():
-            pairs = sorted(pair for pair, key in self.pairs.items() if key in keys)
-            raise ValueError(
-                f"Expected site '{name}' to read plate '{plate}' row by row, through the index maps given for "
-                f"{pairs!r}; got a row that changes with other instances. Leave these maps out of `index_maps`."
-            )
-        return keys

@@ -26,7 +26,6 @@ from pyro_nami.reading.index_maps.decoding import (
     completed,
     moved_instances,
 )
-from pyro_nami.reading.index_maps.given import given_by_plates
 from pyro_nami.reading.index_maps.nesting import Nesting
 from pyro_nami.reading.interventions import Dependencies
 from pyro_nami.reading.probe import ROUNDS, OutOfBudget, Probe
@@ -37,13 +36,9 @@ Key = tuple[str, str]
 
 
 def search_maps(
-    probe: Probe, found: Dependencies, given: Mapping[Key, Any]
+    probe: Probe, found: Dependencies
 ) -> tuple[dict[Key, Tensor], tuple[MapPlan, ...], bool]:
     """Returns the map ``(size_q,)`` of each pair of plates (q, p), plans to find it again, and if the budget sufficed.
-
-    Maps that were ``given``, by pair ``(latent, site)``, are among them; these pairs are not tested, unless other sites
-    come to lie in the same plate by them; they are an error where they contradict the model. Plans are to find those
-    that were not given in other calls.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -55,10 +50,10 @@ def search_maps(
         ...     with pyro.plate("obs", 4):
         ...         pyro.sample("y", dist.Normal(alpha[county], 1.0), obs=torch.zeros(4))
         >>> probe = Probe(Program(model, (torch.tensor([0, 2, 1, 1]),), {}), None, (), budget=100)
-        >>> search_maps(probe, claim(probe), {})[0]
+        >>> search_maps(probe, claim(probe))[0]
         {('obs', 'county'): tensor([0, 2, 1, 1])}
     """
-    search = _Search(probe, found, *given_by_plates(probe, given))
+    search = _Search(probe, found)
     if probe.budget > 0:
         search.find()
     search.settle()
@@ -85,20 +80,13 @@ class _Search(Nesting):
             self.finished = False
 
     def plans(self) -> tuple[MapPlan, ...]:
-        """The plans of the maps that are left; those that were given are never to be tested, but have a place."""
-        left = self.maps.keys() - self.given.keys()
+        """The plans of the maps that are left."""
         dims = {plate: frame.dim for plate, frame in self.probe.plates.items()}
         plans = {}
         for p, plan in self.found.items():
-            targets = {name: q for name, q in plan.targets.items() if (q, p) in left}
+            targets = {name: q for name, q in plan.targets.items() if (q, p) in self.maps}
             if targets:
                 plans[p] = plan._replace(targets=targets)
-        for (latent, site), (q, p) in self.pairs.items():
-            plan = plans.get(p, MapPlan(p, dims[p], {}, {}, {}))
-            plans[p] = plan._replace(
-                values={latent: self._pair(latent), **plan.values},
-                targets={**plan.targets, site: q},
-            )
         return tuple(
             plan._replace(dims={q: dims[q] for q in plan.targets.values()})
             for plan in plans.values()
@@ -123,7 +111,7 @@ class _Search(Nesting):
         plates = self.probe.plates_of[name]
         if name in self.hidden or plate in plates or not plates:
             return False
-        return any(u in self.parents[name] and (u, name) not in self.pairs for u in latents)
+        return not self.parents[name].isdisjoint(latents)
 
     def _moving_plan(self, plate: str, latents: list[str], targets: list[str]) -> MapPlan | None:
         """Returns a plan whose two values move every row of its targets' plates, as many targets as can be had."""
@@ -193,19 +181,6 @@ class _Search(Nesting):
             return None
         q, row = next(iter(varying.items()))
         key = q, plate
-        if key in self.given:
-            row = completed(row, self.given[key])
-            if not torch.equal(self.given[key], row):
-                raise ValueError(self._not_as_given(name, key, row))
         # Of a target that reads other instances `settle` shows that it does.
         self.maps[key] = completed(self.maps.get(key, row), row)
         return q
-
-    def _not_as_given(self, name: str, key: Key, row: Tensor) -> str:
-        given = self.given[key]
-        pair = next(pair for pair, plates in self.pairs.items() if plates == key)
-        at = int((given != row).nonzero()[0])
-        return (
-            f"Expected site '{name}' to read plate '{key[1]}' through the index map given for {pair!r}; got instance "
-            f"{int(row[at])} in row {at}, where the map has {int(given[at])}. Correct it, or leave it out."
-        )

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.infer import ELBO
+from relaxation import OuterELBO
 from torch import Tensor
 
-from pyro_nami.inference.relaxation import OuterELBO
-from pyro_nami.refinement.iterative import AutoIterativeGuide
+from refinement.iterative import AutoIterativeGuide
 
 __all__ = ["IterativeELBO"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_nami.annealing.annealing import annealed_importance_sampling
-from pyro_nami.refinement.iterative import AutoIterativeGuide
-from pyro_nami.refinement.updates import Refinement
+from refinement.iterative import AutoIterativeGuide
+from refinement.updates import Refinement
 
 __all__ = ["AmortizationGap", "OPTIMIZERS", "amortization_gap", "optimize_directly"]
 

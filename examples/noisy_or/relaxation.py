@@ -1,6 +1,6 @@
 """`RelaxedELBO`: training through discrete latents by Gumbel-softmax draws, and the schedule of their temperature.
 
-`pyro_nami.factors.gumbel_softmax` says which types are relaxed, and how.
+`gumbel_softmax` says which types are relaxed, and how.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gumbel_softmax import gumbel_softmax
 from pyro.infer import (
     ELBO,
     JitTrace_ELBO,
@@ -21,7 +22,6 @@ from pyro.infer import (
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_nami.factors.gumbel_softmax import gumbel_softmax
 from pyro_nami.messages import warn
 
 __all__ = ["Drawn", "ExponentialDecay", "OuterELBO", "RelaxedELBO"]

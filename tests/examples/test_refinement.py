@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 
 import pyro
 import pyro.distributions as dist
@@ -10,10 +11,19 @@ import torch
 from models import steps
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
+from scripts import ROOT
 
-from pyro_nami import AutoIterativeGuide, AutoNaMIGuide, IterativeELBO, amortization_gap
-from pyro_nami.refinement import optimize_directly
-from pyro_nami.refinement.estimates import run_at
+from pyro_nami import AutoNaMIGuide
+
+sys.path += [str(ROOT / "examples" / folder) for folder in ("iterative", "noisy_or")]
+
+from refinement import (  # noqa: E402
+    AutoIterativeGuide,
+    IterativeELBO,
+    amortization_gap,
+    optimize_directly,
+)
+from refinement.estimates import run_at  # noqa: E402
 
 SCALE = 0.5
 W = torch.tensor([[1.0, 0.4], [-0.5, 1.2], [0.8, 0.7], [0.2, -0.9]])

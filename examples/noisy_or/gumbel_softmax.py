@@ -6,6 +6,7 @@ bound. The density of the relaxed variable itself (the concrete density) is not 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Sequence
@@ -17,9 +18,12 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_nami.factors.distribution import Relocated, SiteDistribution
+from pyro_nami.factors.elements import LatestDraw, logistic_noise, off_ends
+from pyro_nami.factors.family import SequentialElements
 from pyro_nami.factors.wrappers import innermost, rewrapped
 
-__all__ = ["gumbel_noise", "gumbel_softmax", "logistic_noise"]
+__all__ = ["gumbel_softmax"]
 
 
 @functools.singledispatch
@@ -75,7 +79,7 @@ class _RelaxedBernoulli(_Relaxed, dist.Bernoulli):
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         logits = self.logits
         noisy = logits + logistic_noise(self._extended_shape(torch.Size(sample_shape)), logits)
-        return _open((noisy / self.temperature).sigmoid())
+        return off_ends((noisy / self.temperature).sigmoid())
 
 
 class _OneHotCategorical(_Relaxed, dist.OneHotCategorical):
@@ -84,7 +88,7 @@ class _OneHotCategorical(_Relaxed, dist.OneHotCategorical):
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         logits = self.logits
         noisy = logits + gumbel_noise(self._extended_shape(torch.Size(sample_shape)), logits)
-        z = _open((noisy / self.temperature).softmax(-1))
+        z = off_ends((noisy / self.temperature).softmax(-1))
         return z.where(logits > -math.inf, 0.0)  # an impossible class is left out
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -98,19 +102,35 @@ gumbel_softmax.register(td.Bernoulli, _RelaxedBernoulli.of)
 gumbel_softmax.register(td.OneHotCategorical, _OneHotCategorical.of)
 
 
-def logistic_noise(shape: torch.Size, like: Tensor) -> Tensor:
-    """Returns standard logistic noise of a shape, finite, of the dtype and device of ``like``."""
-    uniform = _open(torch.rand(shape, dtype=like.dtype, device=like.device))
-    return uniform.log() - (-uniform).log1p()
+@gumbel_softmax.register
+def _site(fn: SiteDistribution, temperature: float) -> SiteDistribution | None:
+    """Returns a factor of the guide with relaxed draws if its value is binary or one-hot, else None."""
+    if not fn._layout.is_indicator:
+        return None
+    new = copy.copy(fn)
+    new._elements, new._latest = gumbel_softmax(fn._elements, temperature), LatestDraw()
+    new._support = constraints.independent(constraints.unit_interval, len(fn.event_shape))
+    new.fixed = None  # at a relaxed draw the mean of the score is not zero
+    return new
+
+
+@gumbel_softmax.register
+def _relocated(fn: Relocated, temperature: float) -> Relocated | None:
+    base = gumbel_softmax(fn._base, temperature)
+    return None if base is None else Relocated(base, fn._relocation)
+
+
+@gumbel_softmax.register
+def _sequence(fn: SequentialElements, temperature: float) -> SequentialElements:
+    """Returns elements in sequence that are all relaxed, as those after them read them."""
+    new, family = copy.copy(fn), copy.copy(fn._family)
+    elements = family.elements
+    family.elements = lambda *params: gumbel_softmax(elements(*params), temperature)
+    new._family, new._latest, new.has_rsample = family, LatestDraw(), True
+    return new
 
 
 def gumbel_noise(shape: torch.Size, like: Tensor) -> Tensor:
     """Returns standard Gumbel noise of a shape, finite, of the dtype and device of ``like``."""
-    uniform = _open(torch.rand(shape, dtype=like.dtype, device=like.device))
+    uniform = off_ends(torch.rand(shape, dtype=like.dtype, device=like.device))
     return -(-uniform.log()).log()
-
-
-def _open(unit: Tensor) -> Tensor:
-    """Returns numbers of the unit interval off its ends."""
-    finfo = torch.finfo(unit.dtype)
-    return unit.clamp(finfo.tiny, 1 - finfo.eps)

@@ -1,8 +1,10 @@
 """Gradients by relaxed draws against sums over all states, and the schedule of their temperature."""
 
+import doctest
 import functools
 import itertools
 import math
+import sys
 
 import pyro
 import pyro.distributions as dist
@@ -18,8 +20,15 @@ from pyro.infer import (
     TraceMeanField_ELBO,
     config_enumerate,
 )
+from scripts import ROOT
 
-from pyro_nami import AutoNaMIGuide, ExponentialDecay, NoisyOr, RelaxedELBO
+from pyro_nami import AutoNaMIGuide
+
+sys.path.append(str(ROOT / "examples" / "noisy_or"))
+
+import relaxation  # noqa: E402
+from noisy_or_distribution import NoisyOr  # noqa: E402
+from relaxation import ExponentialDecay, RelaxedELBO  # noqa: E402
 
 RENYI = functools.partial(RenyiELBO, alpha=0.9)  # near the ELBO, whose gradient is known
 LOGITS = torch.tensor([-1.0, 0.3, 1.2])
@@ -370,3 +379,7 @@ def test_what_is_no_elbo_or_no_temperature_is_refused():
         elbo.loss_and_grads(binary.model, binary.guide)
     with pytest.raises(ValueError, match="got 0.0 at step 2"):
         elbo.loss_and_grads(binary.model, binary.guide)
+
+
+def test_the_examples_of_docstrings_hold():
+    assert doctest.testmod(relaxation).failed == 0

@@ -22,8 +22,8 @@ from pyro_nami.networks.running import tempered
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.plate_dims import frames_of, own_dims
-from pyro_nami.refinement.estimates import errors, log_weights, run_at
-from pyro_nami.refinement.updates import (
+from refinement.estimates import errors, log_weights, run_at
+from refinement.updates import (
     ENCODINGS,
     INPUTS,
     Refined,

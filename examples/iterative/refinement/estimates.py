@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
+from gumbel_softmax import gumbel_softmax
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
+from relaxation import Drawn
 from torch import Tensor
 
-from pyro_nami.factors.gumbel_softmax import gumbel_softmax
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.nami import AutoNaMIGuide
-from pyro_nami.inference.relaxation import Drawn
 from pyro_nami.program.masks import log_density_of
 from pyro_nami.program.plate_dims import frames_of, own_dims
 from pyro_nami.program.runner import is_fixed
-from pyro_nami.refinement.updates import Refined, Refinement
+from refinement.updates import Refined, Refinement
 
 __all__ = ["EstimateRun", "errors", "log_weights", "run_at"]
 

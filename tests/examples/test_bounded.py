@@ -2,18 +2,24 @@
 
 import itertools
 import math
+import sys
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import called, conditional
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
+from scripts import ROOT
 from torch.nn.functional import softplus
 
-from pyro_nami import AutoNaMIGuide, InferenceCompilation, NoisyOr, verify_inverse
+from pyro_nami import AutoNaMIGuide, InferenceCompilation, verify_inverse
 from pyro_nami.guide import build
-from tests.models import called, conditional
+
+sys.path.append(str(ROOT / "examples" / "noisy_or"))
+
+from noisy_or_distribution import NoisyOr  # noqa: E402
 
 K, D, N = 4, 9, 40
 PRIOR = torch.tensor([0.2, 0.3, 0.1, 0.4])
