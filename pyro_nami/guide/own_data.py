@@ -220,10 +220,8 @@ def _series_run(
 
     sites = apart.run(values, shown=shown, broadcast=True, choose=choose)
     loops = plan.loops.at(sites)
-    counted = {
-        held.name: held.counted([sites[name] for name in held.sites]) for held in loops.parts
-    }
-    counted = {name: mask for name, mask in counted.items() if mask is not None}
+    masks = {held.name: held.counted([sites[name] for name in held.sites]) for held in loops.parts}
+    counted = {name: mask for name, mask in masks.items() if mask is not None}
     call = call._replace(program=call.program._replace(loops=loops), counted=counted)
     return call, loops.messages(sites)
 

@@ -81,13 +81,13 @@ class _Layout(NamedTuple):
     Attributes:
         num_steps: of the states.
         width: elements of a step's states; of discrete ones, their number.
-        index: element of all states in program order -> its place among steps times elements; None: its own.
+        order: element of all states in program order -> its place among steps times elements; None: its own.
         data: family of data -> the step of each of its sites; None: one each.
     """
 
     num_steps: int
     width: int
-    index: tuple[int, ...] | None
+    order: tuple[int, ...] | None
     data: dict[str, tuple[int, ...] | None]
 
 
@@ -184,13 +184,16 @@ def series_inputs(
     if plan.name in counted:
         exists = _steps_first(_by_step(counted[plan.name], layout).any(-1, keepdim=True), plan)
         exists = exists.squeeze(-1)
-    return SeriesInputs(*(_steps_first(part, plan) for part in (features, seen, families)), exists)
+    features, seen, families = (_steps_first(part, plan) for part in (features, seen, families))
+    return SeriesInputs(features, seen, families, exists)
 
 
 def potentials_of(
     plan: SeriesPlan, loops: Loops, found: NormalPotential | Tensor
 ) -> NormalPotential | Tensor:
-    """Returns the potentials of all states in program order, ``(*left, *plates, elements)`` or ``(..., sites, values)``.
+    """Returns the potentials of all states in program order, ``(*left, *plates, elements)``.
+
+    Logits are ``(*left, *plates, sites, values)``.
 
     Args:
         plan: of the series.
@@ -200,9 +203,9 @@ def potentials_of(
     layout, states = _layout_of(loops), loops.parts[0]
 
     def in_order(part: Tensor) -> Tensor:
-        if layout.index is None:
+        if layout.order is None:
             return part
-        return part[..., torch.tensor(layout.index, device=part.device)]
+        return part[..., torch.tensor(layout.order, device=part.device)]
 
     if isinstance(found, tuple):
         location, log_precision = (in_order(part.flatten(-2)) for part in found)
@@ -282,10 +285,10 @@ def _at_steps(part: Tensor, steps: tuple[int, ...] | None, layout: _Layout) -> T
 def _by_step(value: Tensor, layout: _Layout) -> Tensor:
     """Returns ``(*batch, elements)`` of all states by step, ``(*batch, steps, width)``; NaN, or False, in gaps."""
     size = layout.num_steps * layout.width
-    if layout.index is not None:
+    if layout.order is not None:
         gap = math.nan if value.is_floating_point() else 0
         whole = value.new_full((*value.shape[:-1], size), gap)
-        value = whole.index_copy(-1, torch.tensor(layout.index, device=value.device), value)
+        value = whole.index_copy(-1, torch.tensor(layout.order, device=value.device), value)
     return value.unflatten(-1, (layout.num_steps, layout.width))
 
 

@@ -85,31 +85,36 @@ class BackwardGRU(nn.Module):
         return states.take_along_dim(seen.cumsum(0).unsqueeze(-1), 0).flip(0)
 
     def _run(self, x: Tensor) -> Tensor:
-        weights = [self.inputs_weight, self.state_weight, self.inputs_bias, self.state_bias]
+        weights: list[Tensor] = [self.inputs_weight, self.state_weight]
+        weights += [self.inputs_bias, self.state_bias]
         start = x.new_zeros(1, x.shape[1], self.num_units)
         return torch.gru(x, start, weights, True, 1, 0.0, False, False, False)[0]
 
 
 class SeriesSummary(nn.Module):
-    """Features of a whole series, of a fixed number: a `BackwardGRU`'s first state, its mean, and the steps' number.
+    """Features of a whole series, of a fixed number.
+
+    They are a `BackwardGRU`'s first state, the mean over steps of a hidden layer after it, and the log of their number.
 
     Args:
         num_inputs: of each step.
-        num_units: of the unit's state.
+        num_units: of the unit's state; the hidden layer has twice as many.
         **factory: device and dtype of the parameters.
     """
 
     def __init__(self, num_inputs: int, num_units: int, **factory: Any) -> None:
         super().__init__()
-        self.num_features = 2 * num_units + 1
+        self.num_features = 3 * num_units + 1
         self.gru = BackwardGRU(num_inputs, num_units, **factory)
+        self.hidden = nn.Linear(num_units + num_inputs, 2 * num_units, **factory)
 
     def forward(self, x: Tensor, exists: Tensor | None = None) -> Tensor:
         """Returns the features ``(rows, features)``; arguments as of `BackwardGRU.forward`."""
         states = self.gru(x, exists)
         weight = torch.ones_like(x[..., :1]) if exists is None else exists.unsqueeze(-1).to(x)
         count = weight.sum(0).clamp(min=1)
-        mean = (weight * states).sum(0) / count
+        hidden = F.silu(self.hidden(torch.cat((states, x), -1)))
+        mean = (weight * hidden).sum(0) / count
         return torch.cat((states[0], mean, count.log() / math.log(100)), -1)
 
 

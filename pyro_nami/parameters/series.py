@@ -139,7 +139,7 @@ class SeriesNetwork(PyroModule):
     @property
     def num_features(self) -> int:
         """Number of features of a series' summary."""
-        return 2 * SUMMARY_UNITS + 1
+        return 3 * SUMMARY_UNITS + 1
 
     @property
     def num_parameters(self) -> int:

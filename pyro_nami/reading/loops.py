@@ -178,7 +178,7 @@ def _of_any_length(loops: Loops, parents: Parents) -> Loops:
     steps = set(map(step_of, states.sites))
     found = [states._replace(families=tuple(_events(states).items()))]
     for held in data:
-        read = {name: parents[name].intersection(states.sites) for name in held.sites}
+        read = {name: parents[name] & set(states.sites) for name in held.sites}
         shifts = {max(map(step_of, read[name])) - step_of(name) for name in held.sites}
         shift = shifts.pop()
         if shifts or not steps.issuperset(step_of(name) + shift for name in held.sites):
