@@ -9,6 +9,7 @@ run follows only if some latents are drawn from the model's own conditional.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pyro
@@ -37,7 +38,7 @@ from pyro_nami.guide.rules import LearnedStates, Prior, Rule
 from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.first_run import is_latent
-from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.isolation import constant_parameters, forked_rng
 from pyro_nami.program.plate_dims import outer_sizes
 from pyro_nami.program.runner import Message, Runner, Sites, Values
 
@@ -143,7 +144,10 @@ def _draw_along(current: Pass) -> None:
     for drawn, group in stages_of(current.rules, current.values):
         if drawn:
             run = _DrawingRun(drawn, current)
-            current.call.program.play(run)
+            is_series = any(isinstance(current.rules[name], LearnedStates) for name in drawn)
+            program, names = current.call.program, current.plan.parameters
+            with constant_parameters(names, program.roots) if is_series else nullcontext():
+                program.play(run)
             if run.missing:
                 raise ValueError(missing_site(min(run.missing)))
             _join_states(current, drawn)

@@ -109,6 +109,7 @@ class Plan:
     factory: Mapping[str, Any]  # dtype and device of the networks
     vectorized: bool  # whether the model is one for one draw, and mapped over draws
     learns: bool  # whether the model has parameters of its own
+    parameters: frozenset[str] = frozenset()  # of the model, by name in the store
     loops: Loops = NO_LOOPS  # loops, whose sites are one each in all of the plan
     series: SeriesPlan | None = None  # of states that networks learn, at any number of steps
 

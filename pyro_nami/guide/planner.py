@@ -83,6 +83,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         factory=first.factory(order.latents),
         vectorized=isinstance(first.program.model, Vectorized),
         learns=any(site["type"] == "param" for site in nodes.values()),
+        parameters=frozenset(name for name, site in nodes.items() if site["type"] == "param"),
         loops=first.program.loops,
         series=found.series,
     )

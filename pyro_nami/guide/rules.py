@@ -164,6 +164,8 @@ class LearnedStates(Rule):
     """q(z_t | z_(t-1), other latents, data from t on) ~ p(z_t | z_(t-1), other latents) times a message of networks.
 
     See `pyro_nami.guide.series`. The states are drawn one after another in a run of the model, and scored all at once.
+    In that run the model's own parameters are constants: their gradient is that at a fixed q, as of an EM step. A
+    gradient through all transitions in turn would soon have these explode.
     """
 
     kind = "learned"

@@ -328,14 +328,18 @@ def _at_regression(start: SeriesStart, x: Tensor, z: Tensor) -> SeriesStart:
         if len(goal) <= x.shape[-1] + 1:
             continue
         center[e], spread[e] = goal.mean(), goal.std().clamp(min=1e-6)
-        design = (x[fine] - 0.0).double()
+        design = x[fine].double()
         goal = ((goal - center[e]) / spread[e]).double()
         gram = design.mT @ design + RIDGE * len(goal) * torch.eye(
             x.shape[-1], dtype=design.dtype, device=x.device
         )
         found = torch.linalg.solve(gram, design.mT @ goal)
-        slope[e] = found.to(x)
-        left[e] = (goal - design @ found).square().mean().sqrt().clamp(LEAST_LEFT, 1.0).to(x)
+        free = (
+            len(goal) - x.shape[-1]
+        )  # without it the residuals of many features would tell too little
+        residual = ((goal - design @ found).square().sum() / free).sqrt()
+        if residual < 1:
+            slope[e], left[e] = found.to(x), residual.clamp(min=LEAST_LEFT).to(x)
     return start._replace(center=center, spread=spread, slope=slope, left=left)
 
 
