@@ -54,7 +54,7 @@ class Setting(NamedTuple):
     minibatch: int = 20
     series: int = 200
     longest: int = 60
-    steps: int = 600
+    steps: int = 400
     rates: tuple[float, ...] = (0.001, 0.003)
     timed: int = 15
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -81,10 +81,13 @@ def assemble(
     layers = random_layers(model, *args, *kwargs.values())
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         program = Program(model, args, kwargs)
-        found = _learned_series(program, options, subsampled, layers)
-        if found is not None:
-            return found
-        first = first_call(program, options, subsampled, layers, lifted=_may_lift(options))
+        learned = _may_learn_loops(options)
+        lifted = learned or _may_lift(options)
+        first = first_call(program, options, subsampled, layers, lifted=lifted, learned=learned)
+        if first.program.loops.is_learned:
+            if found := _of_series(first):
+                return found
+            first = first_call(program, options, subsampled, layers, lifted=False)
         search = search_forms(first, {}, {}) if first.program.loops else None
         if (
             search is not None
@@ -127,20 +130,18 @@ def _is_plain(options: Options) -> bool:
     return is_free and options.exact and options.anchor and not named
 
 
-def _learned_series(
-    program: Program, options: Options, subsampled: Collection[str], layers: Sequence[nn.Module]
-) -> Assembled | None:
-    """Returns what a guide is made of that learns the states of a loop, for data that differ from call to call.
+def _may_learn_loops(options: Options) -> bool:
+    """Whether networks may say what the states of a loop are: in a guide for data that differ from call to call."""
+    return options.mode not in (None, Mode.FIXED) and _is_plain(options)
 
-    It is None where the model has no such loop, or where states of minibatches are those of no minibatch alone.
+
+def _of_series(first: FirstCall) -> Assembled | None:
+    """Returns what a guide is made of that learns the states of a loop of any length.
+
+    It is None where these read what its networks cannot, or where states of minibatches are of no minibatch alone.
     """
-    if options.mode in (None, Mode.FIXED) or not _is_plain(options):
-        return None
-    first = first_call(program, options, subsampled, layers, lifted=True, learned=True)
-    states = [*first.program.loops.states]
-    if not states:
-        return None
-    if not options.simulated and first.plates.partial.isdisjoint(first.frames[states[0]]):
+    (states,) = first.program.loops.states
+    if not first.options.simulated and first.plates.partial.isdisjoint(first.frames[states]):
         return None
     try:
         return _found_beside(first, {})
@@ -267,7 +268,7 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         )
         widths = {node: len(shift) for node, (shift, _) in standard.items()}
         series = make_series_network(
-            first, plan.series, widths, is_read, as_pyro_module, plan.factory
+            first, plan.series, widths, is_read, plan.learns, as_pyro_module, plan.factory
         )
         none = torch.zeros(series.num_features, **plan.factory)
         standard[summarized] = none, torch.ones_like(none)

@@ -17,6 +17,7 @@ from pyro_nami.deriving.newton import Newton
 from pyro_nami.factors.boxed_normal import BoxedNormal
 from pyro_nami.factors.distribution import Relocated, Relocation, SiteDistribution
 from pyro_nami.factors.family import Family
+from pyro_nami.factors.potentials import NormalPotential
 from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.parameters.network_state import NetworkState
@@ -252,10 +253,11 @@ class Pass:
         """Returns the messages about the states of a loop site by site, given those about all of them."""
         if name not in self._single:
             states = self.call.program.loops.states[name]
-            if isinstance(whole, tuple):
+            if isinstance(whole, NormalPotential):
                 sizes = [event.numel() for event in states.events]
-                parts = [part.split(sizes, -1) for part in whole]
-                self._single[name] = list(zip(*parts))
+                nothing = (None,) * len(sizes)
+                parts = [nothing if part is None else part.split(sizes, -1) for part in whole]
+                self._single[name] = [NormalPotential(*each) for each in zip(*parts)]
             else:
                 self._single[name] = list(whole.unbind(-2))
         return self._single[name]

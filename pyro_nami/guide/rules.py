@@ -27,7 +27,7 @@ from pyro_nami.factors.joint import to_instances
 from pyro_nami.factors.joint_normal import JointNormal, joint_normal
 from pyro_nami.factors.links import relative_scale
 from pyro_nami.factors.normals import Coupling
-from pyro_nami.factors.potentials import tilted
+from pyro_nami.factors.potentials import NormalPotential, tilted
 from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.guide.series import SeriesPlan, potentials_of
 from pyro_nami.parameters.additions import expert
@@ -178,9 +178,8 @@ class LearnedStates(Rule):
     ) -> TorchDistribution:
         dims = len(batch_shape)
         potentials = self.potentials(current)
-        if isinstance(potentials, tuple):
-            location, log_precision = (squeezed(part, dims, 1) for part in potentials)
-            return tilted(prior, (location, log_precision))
+        if isinstance(potentials, NormalPotential):
+            return tilted(prior, potentials.map(lambda part: squeezed(part, dims, 1)))
         return tilted(prior, squeezed(potentials, dims, 2))
 
     def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
@@ -226,11 +225,14 @@ class LearnedState(Rule):
         event = prior.event_shape
         parts = current.one_by_one(self.whole.name, self.whole.potentials(current))[self.place]
         dims = len(batch_shape)
-        if not isinstance(parts, tuple):
+        if not isinstance(parts, NormalPotential):
             return tilted(prior, squeezed(parts, dims, 1))
-        location, log_precision = (squeezed(part, dims, 1) for part in parts)
-        shape = location.shape[:-1] + event
-        return tilted(prior, (location.reshape(shape), log_precision.reshape(shape)))
+
+        def at_site(part: Tensor) -> Tensor:
+            part = squeezed(part, dims, 1)
+            return part.reshape(part.shape[:-1] + event)
+
+        return tilted(prior, parts.map(at_site))
 
     def mask(self, site: Message) -> Tensor | None:
         return self.whole.mask(site)

@@ -207,9 +207,8 @@ def potentials_of(
             return part
         return part[..., torch.tensor(layout.order, device=part.device)]
 
-    if isinstance(found, tuple):
-        location, log_precision = (in_order(part.flatten(-2)) for part in found)
-        return location, log_precision
+    if isinstance(found, NormalPotential):
+        return found.map(lambda part: in_order(part.flatten(-2)))
     by_value = found.unflatten(-1, (layout.width, states.values)).flatten(-3, -2)
     return in_order(by_value.mT).mT
 
@@ -219,6 +218,7 @@ def make_series_network(
     plan: SeriesPlan,
     widths: Mapping[Any, int],
     is_summarized: bool,
+    is_bounded: bool,
     register: Any,
     factory: Mapping[str, Any],
 ) -> SeriesNetwork:
@@ -229,6 +229,7 @@ def make_series_network(
         plan: of the series.
         widths: latent -> the number of its features.
         is_summarized: whether latents outside read the series.
+        is_bounded: whether the chain is kept within bounds, as its transitions are learned.
         register: turns a module's parameters into Pyro's.
         factory: device and dtype.
     """
@@ -251,7 +252,9 @@ def make_series_network(
         start = start._replace(unit=unit.to(features))
     given = sum(_width(source, widths, first.plates) for source in plan.sources)
     outputs = number * states.values if states.values else number
-    sizes = SeriesSizes(len(plan.data), given, outputs, not states.values, is_summarized)
+    sizes = SeriesSizes(
+        len(plan.data), given, outputs, not states.values, is_summarized, is_bounded
+    )
     if states.values:
         start = start._replace(
             center=start.center[:0], spread=start.spread[:0], unit=start.unit[:0]

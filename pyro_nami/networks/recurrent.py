@@ -18,6 +18,9 @@ __all__ = ["BackwardGRU", "BackwardMessages", "SeriesSummary", "backward_sums"]
 # Natural logarithm of the precision of a message, relative to the unit, beyond which a step says no more; at ten times
 # as many, differences of numbers so large are lost to rounding.
 MAX_LOG_PRECISION = 12.0
+FIRST_FACTOR = (
+    2.5  # f = tanh(2.5) = 0.987 at first: near 1, as of random walks, where it still has a gradient
+)
 LEAST = 1e-12  # precision, relative to the unit, of what has no data: such that a location of zero by zero is zero
 
 
@@ -123,11 +126,12 @@ class BackwardMessages(nn.Module):
 
     A Normal potential has location m and precision l of weighted sums over later steps::
 
-        l[t] = exp(a[t]) + c[t] l[t + 1],   l m[t] = exp(a[t]) u[t] + c[t] r[t] l m[t + 1],
+        l[t] = exp(a[t]) + c[t] f[t]^2 l[t + 1],   l m[t] = exp(a[t]) u[t] + c[t] f[t] l m[t + 1],
 
-    with u linear in the data of a step, and a, c (between 0 and 1) and r functions of a `BackwardGRU`'s state. Kalman's
-    backward recursion is of that form; so locations follow data however far out these are. A further output is added to
-    m, and another to log l; they are zero at first. Logits are outputs themselves.
+    with u linear in the data of a step, and a, c between 0 and 1, and f between -1 and 1 functions of a `BackwardGRU`'s
+    state. Kalman's backward recursion for an autoregression with coefficient f is of that form; so locations follow
+    data however far out these are. A further output is added to m, and another to log l; they are zero at first. Logits
+    are outputs themselves.
 
     Args:
         num_data: features of a step's data that u is linear in; 0 for logits.
@@ -174,17 +178,16 @@ class BackwardMessages(nn.Module):
         output = self.output(hidden)
         if not self.is_normal:
             return output
-        log_weight, decay, ratio, shift, more = output.chunk(5, -1)
+        log_weight, decay, factor, shift, more = output.chunk(5, -1)
         limit = MAX_LOG_PRECISION
         weight = log_weight.clamp(-limit, limit).exp() * seen.unsqueeze(-1)
-        decay, ratio = decay.sigmoid(), 1 + ratio
+        decay, factor = decay.sigmoid(), (FIRST_FACTOR + factor).tanh()
         if exists is not None:
             there = exists.unsqueeze(-1)
             weight = weight * there
-            decay = torch.where(there, decay, 1.0)
-            ratio = torch.where(there, ratio, 1.0)
+            decay, factor = (torch.where(there, part, 1.0) for part in (decay, factor))
         both = torch.cat((weight * self.location(data), weight), -1)
-        both = backward_sums(both, torch.cat((decay * ratio, decay), -1))
+        both = backward_sums(both, torch.cat((decay * factor, decay * factor.square()), -1))
         force, precision = both.chunk(2, -1)
         precision = precision + LEAST
         return force / precision + shift, (precision.log() + more).clamp(-3 * limit, limit)

@@ -178,7 +178,8 @@ class NetworkState:
             concatenate([self._sources.value(source) for source in sources]) if sources else None
         )
         found = self._series.messages(given)
-        self.network.count(found[0] if isinstance(found, tuple) else found)
+        is_normal = isinstance(found, NormalPotential)
+        self.network.count(found.location if is_normal else found)
         return found
 
     def settle(self) -> None:

@@ -29,6 +29,9 @@ MIN_UNITS, MAX_UNITS = 32, 256
 LARGEST_INPUT = 3.0
 # least weight of data in a message at first, as a share of the prior's precision; without any nothing would be learned
 MIN_WEIGHT = 1e-3
+# Bounds of what transitions that are learned lead to, in units of the states' spread at the first call. Deep Markov
+# models explode within some dozens of steps without, and a tenth would keep states from growing in training.
+REACH = 10.0
 MIN_TOLD = 0.05  # share of a state's variance that data tell; locations are divided by it
 
 
@@ -41,6 +44,7 @@ class SeriesSizes(NamedTuple):
         num_outputs: elements of a step's states, or the logits of their values.
         is_normal: whether states are Normal.
         is_summarized: whether latents outside read the series.
+        is_bounded: whether the chain is kept within bounds, as its transitions are learned.
     """
 
     num_families: int
@@ -48,6 +52,7 @@ class SeriesSizes(NamedTuple):
     num_outputs: int
     is_normal: bool
     is_summarized: bool
+    is_bounded: bool
 
 
 class SeriesStart(NamedTuple):
@@ -201,7 +206,12 @@ class SeriesPass:
             part.reshape(-1, *batch, part.shape[-1]).movedim(0, -2) for part in found
         )
         location = torch.addcmul(network.center, location, network.spread)
-        return location, log_precision - 2 * network.unit.log()
+        whole = NormalPotential(location, log_precision - 2 * network.unit.log())
+        if not network.sizes.is_bounded:
+            return whole
+        low, high = (network.center + sign * REACH * network.spread for sign in (-1, 1))
+        steps = log_precision.shape[-2]
+        return whole._replace(low=low.expand(steps, -1), high=high.expand(steps, -1))
 
     @functools.cached_property
     def _read(self) -> tuple[Tensor, Tensor]:
