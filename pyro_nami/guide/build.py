@@ -25,7 +25,7 @@ from pyro_nami.guide.order import Search, find_order, search_forms
 from pyro_nami.guide.plan import Plan, SamplingOrder
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
-from pyro_nami.guide.series import NotASeriesError, make_series_network
+from pyro_nami.guide.series import NotASeriesError, make_series_network, summaries
 from pyro_nami.messages import quoted, warn
 from pyro_nami.networks.pooling import make_encoder
 from pyro_nami.networks.running import center_and_spread
@@ -270,8 +270,9 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         series = make_series_network(
             first, plan.series, widths, is_read, plan.learns, as_pyro_module, plan.factory
         )
-        none = torch.zeros(series.num_features, **plan.factory)
-        standard[summarized] = none, torch.ones_like(none)
+        if is_read:
+            rows = summaries(first, plan.series, series)
+            standard[summarized] = _standardization(rows, plan.factory)
     network = InverseNetwork(
         [*plan.bounds.values(), *(rule.factor for rule in plan.learned.values())],
         standard,

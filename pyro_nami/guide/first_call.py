@@ -151,7 +151,8 @@ def first_call(
         seed_rng(0)
         found = _extracted(program, options, nodes, lifted, learned)
         program = program._replace(loops=found.loops)
-        draws = program.prior_draws(FEWEST_DRAWS if found.loops else MANY_DRAWS)
+        is_derived = found.loops and not found.loops.is_learned
+        draws = program.prior_draws(FEWEST_DRAWS if is_derived else MANY_DRAWS)
     if lifted and not found.loops:
         prototype = _started(program, options, prototype)
     nodes = found.loops.messages(prototype.nodes)

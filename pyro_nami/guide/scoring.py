@@ -115,19 +115,14 @@ class DensityGuide(LazyGuide):
             latents, *args, **kwargs: of many draws, as for `log_prob`.
         """
         current, values, sites = self._at(latents, args, kwargs)
-        plan = self._made()
+        plan, series = self._made(), self.network.series
         rules = {name: rule for name, rule in plan.learned.items() if name in values}
-        moving = set(self._options.embeddings)
-        if plan.series is not None:  # a regression on its summary would be on features that move
-            summary = plan.series.data[0]
-            moving.add(summary)
-            read = {name: self.network.places[name].nodes for name in rules}
-            rules = {name: rule for name, rule in rules.items() if summary not in read[name]}
+        learned = {} if series is None else {plan.series.data[0]: series.num_learned}
         targets = {
             name: rule.target(current, values[name], sites[name]["fn"])
             for name, rule in rules.items()
         }
-        regress(self.network, current.state, targets, moving)
+        regress(self.network, current.state, targets, self._options.embeddings, learned)
 
     @torch.no_grad()
     def misfits(self, latents: Values, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -42,6 +42,7 @@ __all__ = [
     "plan_series",
     "potentials_of",
     "series_inputs",
+    "summaries",
 ]
 
 RIDGE = 1e-3  # added to the variances of standardized data in the regression that messages start at
@@ -260,6 +261,13 @@ def make_series_network(
             center=start.center[:0], spread=start.spread[:0], unit=start.unit[:0]
         )
     return SeriesNetwork(sizes, start, register, factory)
+
+
+def summaries(first: FirstCall, plan: SeriesPlan, network: SeriesNetwork) -> Tensor:
+    """Returns what the summaries of draws of the model are at first, ``(rows, features)``."""
+    loops = first.program.loops
+    inputs = [series_inputs(plan, loops, draw, {}) for draw in first.draws or [_own(first, plan)]]
+    return torch.cat([_flat(network.start(each).summary()) for each in inputs])
 
 
 def _own(first: FirstCall, plan: SeriesPlan) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ All run backward over the steps, in torch alone: a `BackwardGRU`, a `SeriesSumma
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ MAX_LOG_PRECISION = 12.0
 FIRST_FACTOR = (
     2.5  # f = tanh(2.5) = 0.987 at first: near 1, as of random walks, where it still has a gradient
 )
+LEAST_SQUARE = 1e-4  # of standardized inputs, below which their size is taken for rounding
 LEAST = 1e-12  # precision, relative to the unit, of what has no data: such that a location of zero by zero is zero
 
 
@@ -97,7 +97,8 @@ class BackwardGRU(nn.Module):
 class SeriesSummary(nn.Module):
     """Features of a whole series, of a fixed number.
 
-    They are a `BackwardGRU`'s first state, the mean over steps of a hidden layer after it, and the log of their number.
+    They are a `BackwardGRU`'s first state, the mean over steps of a hidden layer after it, and, as these take long to
+    learn them, means and log mean squares of the inputs, and the log of the steps' number.
 
     Args:
         num_inputs: of each step.
@@ -107,7 +108,7 @@ class SeriesSummary(nn.Module):
 
     def __init__(self, num_inputs: int, num_units: int, **factory: Any) -> None:
         super().__init__()
-        self.num_features = 3 * num_units + 1
+        self.num_features = 3 * num_units + 2 * num_inputs + 1
         self.gru = BackwardGRU(num_inputs, num_units, **factory)
         self.hidden = nn.Linear(num_units + num_inputs, 2 * num_units, **factory)
 
@@ -117,8 +118,10 @@ class SeriesSummary(nn.Module):
         weight = torch.ones_like(x[..., :1]) if exists is None else exists.unsqueeze(-1).to(x)
         count = weight.sum(0).clamp(min=1)
         hidden = F.silu(self.hidden(torch.cat((states, x), -1)))
-        mean = (weight * hidden).sum(0) / count
-        return torch.cat((states[0], mean, count.log() / math.log(100)), -1)
+        mean, square = (
+            (weight * each).sum(0) / count for each in (torch.cat((hidden, x), -1), x.square())
+        )
+        return torch.cat((states[0], mean, (square + LEAST_SQUARE).log(), count.log()), -1)
 
 
 class BackwardMessages(nn.Module):

@@ -169,7 +169,7 @@ class NetworkState:
         assert self.network.series is not None
         self._series = self.network.series.start(inputs)
         if node in self.network.read:
-            self._sources.put(node, self._series.summary())
+            self._sources.put(node, self.network.standardize(node, self._series.summary()))
 
     def messages(self, sources: Sequence[Source]) -> NormalPotential | Tensor:
         """Returns what the data from each step on say of its states; see `SeriesPass.messages`."""

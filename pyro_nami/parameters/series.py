@@ -144,7 +144,12 @@ class SeriesNetwork(PyroModule):
     @property
     def num_features(self) -> int:
         """Number of features of a series' summary."""
-        return 3 * SUMMARY_UNITS + 1
+        return self._parts[0]["summary"].num_features if self.sizes.is_summarized else 0
+
+    @property
+    def num_learned(self) -> int:
+        """Number of those that are learned, which come first."""
+        return 3 * SUMMARY_UNITS
 
     @property
     def num_parameters(self) -> int:
