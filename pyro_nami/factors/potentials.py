@@ -32,7 +32,8 @@ class NormalPotential(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> NormalPotential:
         """Returns the potential with each of its parts changed."""
-        return NormalPotential(*(None if part is None else change(part) for part in self))
+        low, high = (None if part is None else change(part) for part in (self.low, self.high))
+        return NormalPotential(change(self.location), change(self.log_precision), low, high)
 
 
 def tilted(fn: Any, potential: NormalPotential | Tensor) -> Any:

@@ -120,19 +120,20 @@ def assemble(
 def _may_lift(options: Options) -> bool:
     """Whether the sites of a loop may be held as one: by default options, in a guide for one data set."""
     is_fixed = options.mode in (None, Mode.FIXED)
-    return is_fixed and _is_plain(options) and not options.observed
+    return is_fixed and _is_plain(options) and not (options.observed or options.families)
 
 
 def _is_plain(options: Options) -> bool:
     """Whether a guide has default options, as far as they say how latents depend on each other."""
     is_free = options.inverse == "auto" and options.blocks is None and options.covariates == "auto"
-    named = options.families or options.embeddings or options.index_maps or options.rules
+    named = options.embeddings or options.index_maps or options.rules
     return is_free and options.exact and options.anchor and not named
 
 
 def _may_learn_loops(options: Options) -> bool:
     """Whether networks may say what the states of a loop are: in a guide for data that differ from call to call."""
-    return options.mode not in (None, Mode.FIXED) and _is_plain(options)
+    is_named = isinstance(options.families or {}, Mapping)  # and may be those of other latents
+    return options.mode not in (None, Mode.FIXED) and _is_plain(options) and is_named
 
 
 def _of_series(first: FirstCall) -> Assembled | None:
@@ -141,6 +142,8 @@ def _of_series(first: FirstCall) -> Assembled | None:
     It is None where these read what its networks cannot, or where states of minibatches are of no minibatch alone.
     """
     (states,) = first.program.loops.states
+    if set(first.options.families or ()).intersection(first.program.loops.names_of([states])):
+        return None
     if not first.options.simulated and first.plates.partial.isdisjoint(first.frames[states]):
         return None
     try:

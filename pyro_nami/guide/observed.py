@@ -58,6 +58,8 @@ def tell_observed(
     for name, values in call.covariates.items():
         state.put(covariates_of(name), features(covariates_of(name), values))
     if plan.series is not None:
+        for name in plan.series.data:
+            _check(name, call.values[name], plan)
         inputs = series_inputs(plan.series, call.program.loops, call.values, call.counted)
         state.read_series(inputs, plan.series.data[0])
 

@@ -97,10 +97,13 @@ class OwnData:
         if plan.plates.subsampled or any(name not in call.values for name in plan.read):
             return _from_run(call, plan)
         # the run is the same for other data given in that way
-        given = call.values, call.held
-        call = call._replace(values={}, held={})
-        found = self._cache.get("series", call.leaves, lambda: _from_run(call, plan))
-        return found._replace(values={**found.values, **given[0]}, held={**found.held, **given[1]})
+        bare = call._replace(values={}, held={})
+        found = self._cache.get("series", call.leaves, lambda: _from_run(bare, plan))
+        return found._replace(
+            program=call.program._replace(loops=found.program.loops),
+            values={**found.values, **call.values},
+            held={**found.held, **call.held},
+        )
 
     def completed(self, call: Call) -> Call:
         """Returns a call, whose values are known, with its covariates and index maps."""

@@ -117,7 +117,9 @@ class DensityGuide(LazyGuide):
         current, values, sites = self._at(latents, args, kwargs)
         plan, series = self._made(), self.network.series
         rules = {name: rule for name, rule in plan.learned.items() if name in values}
-        learned = {} if series is None else {plan.series.data[0]: series.num_learned}
+        learned = {}
+        if plan.series is not None and series is not None:
+            learned[plan.series.data[0]] = series.num_learned
         targets = {
             name: rule.target(current, values[name], sites[name]["fn"])
             for name, rule in rules.items()

@@ -178,8 +178,7 @@ class NetworkState:
             concatenate([self._sources.value(source) for source in sources]) if sources else None
         )
         found = self._series.messages(given)
-        is_normal = isinstance(found, NormalPotential)
-        self.network.count(found.location if is_normal else found)
+        self.network.count(found.location if isinstance(found, NormalPotential) else found)
         return found
 
     def settle(self) -> None:

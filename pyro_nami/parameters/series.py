@@ -100,6 +100,9 @@ class SeriesNetwork(PyroModule):
         start: units, and where they start.
         register: turns a module's parameters into Pyro's.
         factory: device and dtype of the parameters.
+
+    Attributes:
+        num_features: number of features of a series' summary; 0 without one.
     """
 
     shift: Tensor
@@ -116,7 +119,7 @@ class SeriesNetwork(PyroModule):
         factory: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.num_features = sizes, 0
         num_data = len(start.shift)
         num_inputs = 2 * num_data + sizes.num_families
         units = min(max(num_data + sizes.num_outputs, MIN_UNITS), MAX_UNITS)
@@ -134,7 +137,9 @@ class SeriesNetwork(PyroModule):
             messages.start(start.slope / told, gained.clamp(min=MIN_WEIGHT).log())
         parts: dict[str, nn.Module] = {"messages": messages}
         if sizes.is_summarized:
-            parts["summary"] = SeriesSummary(num_inputs, SUMMARY_UNITS, **factory)
+            summary = SeriesSummary(num_inputs, SUMMARY_UNITS, **factory)
+            parts["summary"] = summary
+            self.num_features = summary.num_features
         # These run with the parameters of a pass in place of their own, and are no submodules.
         self._parts = (parts,)
         for name, module in parts.items():
@@ -143,13 +148,8 @@ class SeriesNetwork(PyroModule):
             self.register_buffer(name, getattr(start, name).to(**factory))
 
     @property
-    def num_features(self) -> int:
-        """Number of features of a series' summary."""
-        return self._parts[0]["summary"].num_features if self.sizes.is_summarized else 0
-
-    @property
     def num_learned(self) -> int:
-        """Number of those that are learned, which come first."""
+        """Number of features of a summary that are learned, which come first."""
         return 3 * SUMMARY_UNITS
 
     @property

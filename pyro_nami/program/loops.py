@@ -22,7 +22,7 @@ from pyro_nami.factors.completed import constraints_of_parameters
 from pyro_nami.factors.wrappers import base_of, innermost, layers
 from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.masks import is_masked
-from pyro_nami.program.runner import Runner
+from pyro_nami.program.runner import Runner, changed_event_shape
 from pyro_nami.program.site_values import num_values
 
 __all__ = ["NO_LOOPS", "LoopSites", "Loops", "family_of", "step_of"]
@@ -209,6 +209,9 @@ class LoopSites(NamedTuple):
         is_like = site["scale"] is first["scale"] or bool(
             torch.as_tensor(site["scale"] == first["scale"]).all()
         )
+        event = dict(self.families).get(family_of(site["name"]))
+        if event is not None and event != site["fn"].event_shape:
+            raise ValueError(changed_event_shape(site["name"], event, site["fn"].event_shape))
         if self.is_observed and not is_like:
             raise ValueError(
                 f"Expected '{site['name']}' scaled as '{first['name']}', as at the first call of the guide, which read "

@@ -222,7 +222,9 @@ def test_unknown_scale_is_learned_from_a_summary():
     mean = (height.softmax(1) * grid).sum(1)
     draws = torch.stack([drawn(guide, y)[0]["s"].reshape(-1).log() for _ in range(10)])
     known = torch.corrcoef(torch.stack([draws.mean(0), mean.log()]))[0, 1]
-    assert known > 0.75  # of a guide that reads nothing 0; of one that is trained eight times as long 0.99
+    assert (
+        known > 0.75
+    )  # of a guide that reads nothing 0; of one that is trained eight times as long 0.99
 
 
 @pytest.mark.parametrize("model", [level, scaled], ids=["known scale", "unknown scale"])
