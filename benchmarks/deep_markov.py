@@ -221,14 +221,19 @@ def main() -> None:
     series, lengths, source = data_of(setting, 0)
     held, held_lengths, _ = data_of(setting._replace(series=min(setting.series, 50)), 1)
     rows: dict[str, Any] = {}
+    tried: list[dict[str, Any]] = []  # all runs, also those that failed: "-inf"
     for name in GUIDES:
         best: dict[str, Any] = {}
         for rate in setting.rates:
             run, elbos = Run(name, rate, setting), []
             parts = torch.linspace(0, setting.steps, 4).long().tolist()
             for begin, end in zip(parts, parts[1:]):
-                run.train(range(begin, end), series, lengths)
-                elbos.append(round(run.elbo(held, held_lengths), 3))
+                try:
+                    run.train(range(begin, end), series, lengths)
+                    elbos.append(round(run.elbo(held, held_lengths), 3))
+                except ValueError:  # a distribution whose parameters have got lost
+                    elbos.append(float("-inf"))
+                    break
             found = {
                 "rate": rate,
                 "elbo": elbos,
@@ -239,12 +244,14 @@ def main() -> None:
             print(f"{name:15} {found}", flush=True)
             if not best or elbos[-1] > best["elbo"][-1]:
                 best = found
+            tried.append({"guide": name, **found, "elbo": [str(each) for each in elbos]})
         rows[name] = best
     if not arguments.smoke:
         result = {
             "setting": setting._asdict(),
             "data": source,
             "guides": rows,
+            "runs": tried,
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
