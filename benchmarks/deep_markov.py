@@ -35,7 +35,6 @@ from pyro.optim import ClippedAdam
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-import pyro_nami
 from pyro_nami import AutoNaMIGuide
 
 RESULTS = Path(__file__).parent / "results" / "deep_markov.json"
@@ -256,7 +255,6 @@ def main() -> None:
                 "python": platform.python_version(),
                 "torch": torch.__version__,
                 "pyro": pyro.__version__,
-                "pyro_nami": pyro_nami.__version__,
             },
         }
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
