@@ -212,7 +212,7 @@ def test_hidden_markov_model_against_the_forward_algorithm():
 
 def test_unknown_scale_is_learned_from_a_summary():
     pyro.set_rng_seed(0)
-    guide = compiled(scaled, 200)
+    guide = compiled(scaled, 400)
     assert guide.rules["s"].reads == ("y[time]",)
     grid = torch.linspace(0.02, 4.0, 400)
     s = dist.LogNormal(-0.7, 0.5).sample((SERIES, 1))
