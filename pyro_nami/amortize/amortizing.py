@@ -42,6 +42,8 @@ __all__ = ["amortize"]
 
 DEFAULT_SIMULATIONS = 10_000
 RATE = 0.06  # of SOAP; at 0.05 or 0.07 losses are about the same
+# Likewise of guides of loops without other latents to learn; a rate tenfold loses the recurrent network.
+STATES_RATE = 0.006
 # Below so many simulations a guide has fewer splines and steps, which takes half the time and loses up to 0.2 nats.
 FEW_SIMULATIONS = 2_000
 
@@ -169,9 +171,13 @@ class _Training(NamedTuple):
             return _Trained(0.0, guide, self.seen)
         families = {name: rule.family for name, rule in guide._made().learned.items()}
         learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
-        plain = [name for name in learned if families[name].locations]
+        plain = [name for name in learned if name in families and families[name].locations]
         if plain:
             return self._flows(plain, options)
+        if len(learned) > len(
+            families
+        ):  # states of a loop, all of whose distribution is to be learned
+            return self.run(guide, rate=STATES_RATE)
         # modes are derived: there is little to learn, and a step takes long
         return self.run(guide, rate=0.003, share=1 / 6)
 

@@ -26,14 +26,20 @@ from pyro_nami.guide.order import Search, find_order, search_forms
 from pyro_nami.guide.plan import Plan, SamplingOrder
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
+from pyro_nami.guide.series import (
+    NotASeriesError,
+    changes_by_step,
+    make_series_network,
+    summaries,
+)
 from pyro_nami.messages import quoted, warn
 from pyro_nami.networks.pooling import make_encoder
 from pyro_nami.networks.running import center_and_spread
 from pyro_nami.parameters.additions import initial_expert, initial_rows
-from pyro_nami.parameters.conditioning import covariates_of
+from pyro_nami.parameters.conditioning import covariates_of, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.parameters.group_network import TooLargeError
-from pyro_nami.parameters.inverse_network import InverseNetwork
+from pyro_nami.parameters.inverse_network import InverseNetwork, as_pyro_module
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.isolation import random_layers, untouched
 from pyro_nami.program.masks import log_density_of
@@ -81,7 +87,13 @@ def assemble(
     layers = random_layers(model, *args, *kwargs.values())
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         program = Program(model, args, kwargs)
-        first = first_call(program, options, subsampled, layers, lifted=_may_lift(options))
+        learned = _may_learn_loops(options)
+        lifted = learned or _may_lift(options)
+        first = first_call(program, options, subsampled, layers, lifted=lifted, learned=learned)
+        if first.program.loops.is_learned:
+            if found := _of_series(first):
+                return found
+            first = first_call(program, options, subsampled, layers, lifted=False)
         found = _found(first)
         if found is None:
             first = first_call(program, options, subsampled, layers, lifted=False)
@@ -110,12 +122,39 @@ def assemble(
 
 def _may_lift(options: Options) -> bool:
     """Whether the sites of a loop may be held as one: by default options, in a guide for one data set."""
-    is_plain = options.inverse == "auto" and options.blocks is None
-    named = options.families or options.observed or options.embeddings
     is_fixed = options.mode in (None, Mode.FIXED)
-    return (
-        is_plain and is_fixed and options.exact and options.anchor and not (named or options.rules)
-    )
+    return is_fixed and _is_plain(options) and not (options.observed or options.families)
+
+
+def _is_plain(options: Options) -> bool:
+    """Whether a guide has default options, as far as they say how latents depend on each other."""
+    is_free = options.inverse == "auto" and options.blocks is None
+    named = options.embeddings or options.rules
+    return is_free and options.exact and options.anchor and not named
+
+
+def _may_learn_loops(options: Options) -> bool:
+    """Whether networks may say what the states of a loop are: in a guide for data that differ from call to call."""
+    is_named = isinstance(options.families or {}, Mapping)  # and may be those of other latents
+    return options.mode not in (None, Mode.FIXED) and _is_plain(options) and is_named
+
+
+def _of_series(first: FirstCall) -> Assembled | None:
+    """Returns what a guide is made of that learns the states of a loop of any length.
+
+    It is None where these read what its networks cannot, or where states of minibatches are of no minibatch alone.
+    """
+    (states,) = first.program.loops.states
+    if set(first.options.families or ()).intersection(first.program.loops.names_of([states])):
+        return None
+    if not first.options.simulated and first.plates.partial.isdisjoint(first.frames[states]):
+        return None
+    if changes_by_step(first):
+        return None
+    try:
+        return _found_beside(first, {})
+    except NotASeriesError:
+        return None
 
 
 def _found_in_loops(first: FirstCall) -> Assembled | None:
@@ -210,7 +249,9 @@ def _found_beside(
 def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> Pass:
     """Returns a pass over the latents of a call with the first call's data, of which nothing is known yet."""
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
-    held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
+    drawn = first.draws[0] if first.draws else {}
+    observed = first.program.loops.wholes_of(first.options.observed)
+    held = {name: drawn[name] for name in observed if name in drawn}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in plan.read}
     call = Call(first.program, values=values, held=held, derived=Derived(None, {}, {}))
     return start_pass(plan, NetworkState(network, call.maps), call)
@@ -247,9 +288,24 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         )
 
     varying = options.mode is None and bool(plan.semi_observed)
+    standard, series = _standard(first, plan), None
+    if plan.series is not None:
+        summarized = plan.series.data[0]
+        is_read = any(
+            summarized in nodes_of(source)
+            for rule in plan.learned.values()
+            for source in rule.factor.sources
+        )
+        widths = {node: len(shift) for node, (shift, _) in standard.items()}
+        series = make_series_network(
+            first, plan.series, widths, is_read, plan.learns, as_pyro_module, plan.factory
+        )
+        if is_read:
+            rows = summaries(first, plan.series, series)
+            standard[summarized] = _standardization(rows, plan.factory)
     network = InverseNetwork(
         [*plan.bounds.values(), *(rule.factor for rule in plan.learned.values())],
-        _standard(first, plan),
+        standard,
         plan.plates,
         hidden_features=options.hidden_features,
         shared=options.shared,
@@ -265,6 +321,8 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         skip=options.skip,
         activation=options.activation or torch.tanh,
         factory=plan.factory,
+        series=series,
+        series_reads=plan.series.given if plan.series is not None else (),
     )
     initial: dict[Hashable, Tensor] = {}
     for name, rule in plan.learned.items():
@@ -354,7 +412,10 @@ def _averaged(first: FirstCall, raw: Tensor, factor: Factor) -> Tensor:
 def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tensor]]:
     """Returns shift and scale of every node's features, such that shift + scale * features is of order one."""
     standard: dict[Hashable, tuple[Tensor, Tensor]] = {}
+    whole = {held.name for held in plan.loops.parts} if plan.loops.is_learned else set()
     for name in (*plan.order, *plan.read):
+        if name in whole:
+            continue
         if name in first.options.embeddings:
             width = plan.features(name, first.nodes[name]["value"]).shape[-1]
             standard[name] = torch.zeros(width, **plan.factory), torch.ones(width, **plan.factory)

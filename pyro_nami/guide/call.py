@@ -120,6 +120,8 @@ class Call(NamedTuple):
     maps: IndexMaps = IndexMaps({}, {})
     # observed sites whose values move with the model's parameters
     moving: frozenset[str] = frozenset()
+    # loop of any length -> which elements of its states, or steps of its data, the model counts; None stands for all
+    counted: Values = {}
     derived: Derived = Derived(None, {}, {})
     target: TrainedAnswer = TrainedAnswer()
 

@@ -26,7 +26,13 @@ _MOST_COVARIATES = 64
 
 def find_covariates(first: FirstCall) -> Covariates:
     """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""
-    sites = [name for name, site in first.net.sites.items() if site.plates and name in first.nodes]
+    loops = first.program.loops
+    whole = {held.name for held in loops.parts} if loops.is_learned else set()
+    sites = [
+        name
+        for name, site in first.net.sites.items()
+        if site.plates and name in first.nodes and name not in whole
+    ]
     if not sites or not first.draws:
         return Covariates()
     searches, references = _search(first, sites)

@@ -9,6 +9,7 @@ run follows only if some latents are drawn from the model's own conditional.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pyro
@@ -33,11 +34,11 @@ from pyro_nami.guide.call import Call, TrainedAnswer, sites_of
 from pyro_nami.guide.derivation import derive, valid_at
 from pyro_nami.guide.one_pass import Outside, Pass, Term, log_density_of_terms
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
-from pyro_nami.guide.rules import Prior, Rule
+from pyro_nami.guide.rules import LearnedStates, Prior, Rule
 from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.first_run import is_latent
-from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.isolation import constant_parameters, forked_rng
 from pyro_nami.program.plate_dims import outer_sizes
 from pyro_nami.program.runner import Message, Runner, Sites, Values
 
@@ -99,8 +100,8 @@ def hand_out(plan: Plan, call: Call, values: Values) -> dict[str, Tensor]:
     sites, found = call.sites or sites_of(call, plan), dict[str, Tensor]()
     hidden = call.lacking | call.target.hidden
     for name in [name for name in plan.rules if name in values and name not in hidden]:
-        own = plan.loops.split({name: values[name]})
-        held, whole = plan.loops.states.get(name), sites[name]["fn"].event_dim
+        own = call.program.loops.split({name: values[name]})
+        held, whole = call.program.loops.states.get(name), sites[name]["fn"].event_dim
         with _At(sites[name]):
             for i, (each, value) in enumerate(own.items()):
                 if each in call.target.absent:
@@ -143,11 +144,24 @@ def _draw_along(current: Pass) -> None:
     for drawn, group in stages_of(current.rules, current.values):
         if drawn:
             run = _DrawingRun(drawn, current)
-            current.call.program.play(run)
+            is_series = any(isinstance(current.rules[name], LearnedStates) for name in drawn)
+            program, names = current.call.program, current.plan.parameters
+            with constant_parameters(names, program.roots) if is_series else nullcontext():
+                program.play(run)
             if run.missing:
                 raise ValueError(missing_site(min(run.missing)))
+            _join_states(current, drawn)
         if group is not None:
             _draw_group(group, current)
+
+
+def _join_states(current: Pass, drawn: Collection[str]) -> None:
+    """Takes the states of loops that a run has drawn, one by one, as the whole."""
+    for name in drawn:
+        if isinstance(current.rules[name], LearnedStates):
+            held = current.call.program.loops.states[name]
+            values = [current.values.pop(site) for site in held.sites]
+            current.know(name, held.joined(values), drawn=True)
 
 
 def stages_of(
@@ -220,7 +234,11 @@ class _DrawingRun(Runner):
         super().__init__({**call.held, **current.values}, call.indices, until=drawn)
         self._current = current
         self._plan: Plan = current.plan
-        self._to_draw = frozenset(drawn)
+        self._rules: dict[str, Rule] = {**current.rules}
+        for name in drawn:
+            if isinstance(current.rules[name], LearnedStates):
+                self._rules |= current.rules[name].by_site(current)
+        self._to_draw = frozenset(call.program.loops.names_of(drawn))
         self._drawn: set[str] = set()
 
     def restart(self) -> None:
@@ -232,7 +250,7 @@ class _DrawingRun(Runner):
         super()._process_message(msg)
         if msg["type"] != "sample" or site_is_subsample(msg) or name in current.values:
             return
-        rule = current.rules.get(name)
+        rule = self._rules.get(name)
         if rule is None:
             if name not in self._plan.names and name not in self.values and is_latent(msg):
                 raise ValueError(new_site(name))
@@ -381,6 +399,8 @@ def know_all(current: Pass, values: Values, sites: Sites) -> None:
     for name in current.plan.order:
         if name in held:
             current.know(name, held[name])
+        elif name in values and name in current.plan.loops_learned:
+            current.know(name, values[name])
         elif name in values:
             current.family(name, sites[name]["fn"] if name in sites else None)
             current.know(name, values[name])

@@ -24,6 +24,7 @@ from pyro_nami.guide.element_reads import element_reads, without_predictive
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates, SamplingOrder
+from pyro_nami.guide.series import SeriesPlan, plan_series
 from pyro_nami.messages import warn
 from pyro_nami.parameters.conditioning import (
     Plates,
@@ -53,11 +54,14 @@ class PlannedFactors(NamedTuple):
     plates: Plates
     covariates: Covariates
     read: set[str]  # observed sites that some factor or group reads
+    series: SeriesPlan | None = None  # of states that networks learn
 
 
 def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
     """Returns the factors of learned and corrected latents: their families, and what they read."""
-    latents, groups, inverse = order.latents, order.groups, order.inverse
+    groups, inverse, loops = order.groups, order.inverse, first.program.loops
+    states = loops.states.keys() if loops.is_learned else ()
+    latents = [name for name in order.latents if name not in states]
     learned = [name for name in latents if name not in groups]
     corrected = {
         name
@@ -75,16 +79,17 @@ def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
         for name in first.net.sites
         if name not in first.nodes or first.nodes[name]["value"].numel() == 0
     }
-    # The data of a loop are many numbers, and a guide with loops answers for one data set.
-    loops = {held.name for held in first.program.loops.parts}
-    unread = empty | first.unread | loops
-    planned = _plan_reads(first.net, inverse, latents, covariates.columns, unread)
+    # The data of a loop are many numbers. Those of a learned loop have a summary, which the first family holds.
+    unsaid = loops.parts[2:] if states else loops.parts
+    unread = empty | first.unread | {held.name for held in unsaid}
+    planned = _plan_reads(first.net, inverse, order.latents, covariates.columns, unread)
     reads = _in_reach(first, planned)
     blocks = {
         name: frozenset() if name in bent else _block_of(first, name, inverse) for name in latents
     }
     plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
-    parts = element_reads(first, inverse, latents) if first.options.simulated and learned else {}
+    is_by_element = first.options.simulated and learned and not states
+    parts = element_reads(first, inverse, latents) if is_by_element else {}
     factors = {
         name: _factor_of(
             first,
@@ -103,7 +108,13 @@ def plan_factors(first: FirstCall, order: SamplingOrder) -> PlannedFactors:
     used = {child for group in groups.values() for child in group.children if child not in empty}
     for factor in (*factors.values(), *bounds.values()):
         used.update(*map(nodes_of, factor.sources))
-    return PlannedFactors(families, factors, bounds, groups, reads, plates, covariates, used)
+    series = None
+    for name in states:
+        series = plan_series(first, reads[name], plates)
+        used.update(series.data, series.given)
+    return PlannedFactors(
+        families, factors, bounds, groups, reads, plates, covariates, used, series
+    )
 
 
 def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:

@@ -23,6 +23,7 @@ from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, seed_rng, untouched
+from pyro_nami.program.loops import Loops
 from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, difference_at, for_many
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
@@ -125,6 +126,7 @@ def first_call(
     random_layers: Sequence[nn.Module],
     *,
     lifted: bool,
+    learned: bool = False,
 ) -> FirstCall:
     """Returns what a first call shows. The model is left as it was; random number generators are not.
 
@@ -134,9 +136,10 @@ def first_call(
         subsampled: plates that ``create_plates`` subsamples.
         random_layers: layers of the model that draw random numbers in training; they are in evaluation mode here.
         lifted: whether the sites of a loop are to be held as one.
+        learned: whether networks are to say what its states are; see `find_loops`.
     """
     prototype = first_run(program, options.init_loc_fn or near_origin)
-    lifted = lifted and not random_layers and has_loop(prototype.nodes)
+    lifted = lifted and not random_layers and has_loop(prototype.nodes, learned)
     if not lifted:
         prototype = _started(program, options, prototype)
     nodes: Sites = prototype.nodes
@@ -146,9 +149,10 @@ def first_call(
     with untouched(model):
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
-        found = _extracted(program, options, nodes, lifted)
+        found = _extracted(program, options, nodes, lifted, learned)
         program = program._replace(loops=found.loops)
-        draws = program.prior_draws(FEWEST_DRAWS if found.loops else MANY_DRAWS)
+        is_derived = found.loops and not found.loops.is_learned
+        draws = program.prior_draws(FEWEST_DRAWS if is_derived else MANY_DRAWS)
     if lifted and not found.loops:
         prototype = _started(program, options, prototype)
     nodes = found.loops.messages(prototype.nodes)
@@ -160,7 +164,7 @@ def first_call(
     passing = frozenset(name for name in stacks if is_passing(nodes[name]))
     _check_passing(nodes, passing)
     plates = _plates(stacks.values(), net, {*subsampled, *subsamples(nodes)})
-    moving = _moving(options, net, stacks)
+    moving = _moving(options, net, stacks, found.loops)
     of_data = [_outermost(stacks[name], plates, options.along) for name in moving]
     return FirstCall(
         program=program,
@@ -187,7 +191,9 @@ def _started(program: Program, options: Options, first: poutine.Trace) -> poutin
     return first
 
 
-def _extracted(program: Program, options: Options, nodes: Sites, lifted: bool) -> Extraction:
+def _extracted(
+    program: Program, options: Options, nodes: Sites, lifted: bool, learned: bool
+) -> Extraction:
     """Returns the network of a program, as the options have it, given its sites at initial values."""
     return extract(
         program.model,
@@ -196,6 +202,7 @@ def _extracted(program: Program, options: Options, nodes: Sites, lifted: bool) -
         observed=options.observed,
         init=lambda site: nodes[site["name"]]["value"],
         lifted=lifted,
+        learned=learned,
     )
 
 
@@ -224,11 +231,12 @@ def _check_passing(nodes: Sites, passing: Collection[str]) -> None:
             )
 
 
-def _moving(options: Options, net: BayesNet, stacks: Mapping[str, list]) -> list[str]:
+def _moving(options: Options, net: BayesNet, stacks: Mapping[str, list], loops: Loops) -> list[str]:
     """Returns the sites whose values or covariates differ from minibatch to minibatch."""
     if options.mode is not Mode.MINIBATCHES:
         return []
     named = options.moving or {name for name in net.observed if name in stacks and stacks[name]}
+    named = loops.wholes_of(named)
     return [name for name in stacks if name in named]
 
 

@@ -187,7 +187,8 @@ class LazyGuide(AutoGuide):
             ):
                 self._go_over_to_minibatches()
         plan = self._made()
-        observations = plan.loops.joined(observations)
+        loops = plan.loops.among(observations)
+        observations = loops.joined(observations)
         for name in observations:
             if name not in plan.names:
                 known = quoted(plan.bayesnet.observed)
@@ -200,7 +201,7 @@ class LazyGuide(AutoGuide):
                 name: plan.first_of(name, value) if torch.is_tensor(value) else value
                 for name, value in observations.items()
             }
-            kwargs = {**kwargs, "observations": first_set}
+            kwargs = {**kwargs, "observations": loops.split(first_set)}
         plates = self._create_plates(*args, **kwargs)
         call = Call(Program(plan.for_many(self.model), args, kwargs, plan.loops))
         self.network.backward = backward = Backward()

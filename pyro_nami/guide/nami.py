@@ -34,6 +34,7 @@ from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.messages import quoted
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, seed_rng, untouched
+from pyro_nami.program.loops import family_of
 from pyro_nami.program.many_draws import difference_at, for_many
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.runner import Message, Values
@@ -274,13 +275,15 @@ class AutoNaMIGuide(DensityGuide):
             return self._draws(count, call.program.args, dict(call.program.kwargs), seed)
 
         values = self._ahead.next((self.network.passes, id(call.values)), make)
-        found = hand_out(plan, call, plan.loops.joined(values))
+        loops = call.program.loops
+        found = hand_out(plan, call, loops.joined(values))
         if call.target.fresh:
             current = start_pass(plan, self._start(call), call)
             own = {name: v.clone() if v.is_inference() else v for name, v in found.items()}
-            current.values.update(plan.loops.joined(own))
+            current.values.update(loops.joined(own))
             found |= draw_fresh(current)
-        return {name: found[name] for name in (*plan.shown, *found) if name in found}
+        shown = loops.names_of(plan.rules)
+        return {name: found[name] for name in (*shown, *found) if name in found}
 
     def _drawn(
         self, call: Call, refinement: Mapping[Hashable, Tensor] | None = None
@@ -297,7 +300,8 @@ class AutoNaMIGuide(DensityGuide):
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
         found = {**current.outside.values, **fresh}
-        return {name: found[name] for name in (*plan.shown, *fresh) if name in found}
+        shown = call.program.loops.names_of(plan.rules)
+        return {name: found[name] for name in (*shown, *fresh) if name in found}
 
     # ---- summaries
 
@@ -338,9 +342,10 @@ class AutoNaMIGuide(DensityGuide):
         if self._plan is None:
             with poutine.block():
                 self(*args, **kwargs)
-        plan, sites = self._made(), self.prototype_trace.nodes
+        plan = self._made()
         with untouched(self.model), poutine.block(), poutine.mask(mask=True):
             call = self._begin(args, kwargs)
+            sites = self._sites_of(call)
             at_once = self._plan_for_many(call)
             self._plan = at_once or plan
             seed_rng(seed)
@@ -367,6 +372,14 @@ class AutoNaMIGuide(DensityGuide):
                 self._plan = plan
         return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
 
+    def _sites_of(self, call: Call) -> Mapping[str, Message]:
+        """Returns the sites of the first call, and for each state of a call's loops one of its kind."""
+        sites = self.prototype_trace.nodes
+        kind = {family_of(name): site for name, site in sites.items()}
+        states = [held for held in call.program.loops.states.values() if held.families]
+        more = {name: kind[family_of(name)] for held in states for name in held.sites}
+        return {**more, **sites}
+
     def _plan_for_many(self, call: Call) -> Plan | None:
         """Returns the plan for many draws at once, with a mapped model if need be; None if draws are one by one."""
         plan = self._made()
@@ -375,7 +388,8 @@ class AutoNaMIGuide(DensityGuide):
         if self._many is None or self._many[0] is not plan:
             seed_rng(0)
             own = call._replace(target=TrainedAnswer())
-            few = [{**call.held, **plan.loops.joined(self._drawn(own))} for _ in range(3)]
+            loops = call.program.loops
+            few = [{**call.held, **loops.joined(self._drawn(own))} for _ in range(3)]
             model = plan.for_many(unmapped(call.program.model))
             program, nesting = call.program._replace(model=model), plan.plates.nesting
             found, reason = for_many(program, nesting, partial(difference_at, few, nesting))

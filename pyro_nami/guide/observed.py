@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_nami.guide.arguments import Cache
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.plan import Plan
+from pyro_nami.guide.series import series_inputs
 from pyro_nami.networks.running import tempered
 from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
@@ -39,11 +40,13 @@ def tell_observed(
             return make()
         return cache.get(("features", node), [value], make)
 
-    unseen = [name for name in plan.read if name not in call.values]
+    of_series = () if plan.series is None else plan.series.data
+    read = [name for name in plan.read if name not in of_series]
+    unseen = [name for name in read if name not in call.values]
     lacking = call.lacking.intersection(plan.columns).difference(call.covariates)
     for node in (*call.lacking.intersection(plan.order), *unseen, *map(covariates_of, lacking)):
         state.put(node, _blank(node, plan, call, network))
-    for name in plan.read:
+    for name in read:
         if name in unseen:
             continue
         found = features(name, call.values[name])
@@ -54,6 +57,11 @@ def tell_observed(
         state.put(name, found)
     for name, values in call.covariates.items():
         state.put(covariates_of(name), features(covariates_of(name), values))
+    if plan.series is not None:
+        for name in plan.series.data:
+            _check(name, call.values[name], plan)
+        inputs = series_inputs(plan.series, call.program.loops, call.values, call.counted)
+        state.read_series(inputs, plan.series.data[0])
 
 
 def standardized(node: Any, value: Tensor, plan: Plan, network: InverseNetwork) -> Tensor:

@@ -17,6 +17,7 @@ from pyro_nami.deriving.newton import Newton
 from pyro_nami.factors.boxed_normal import BoxedNormal
 from pyro_nami.factors.distribution import Relocated, Relocation, SiteDistribution
 from pyro_nami.factors.family import Family
+from pyro_nami.factors.potentials import NormalPotential
 from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.parameters.network_state import NetworkState
@@ -137,6 +138,7 @@ class Pass:
         derived: what was derived from the model.
         anchors: latent -> location and scale of its prior, if its factor's location is relative to it.
         freedom: latent -> how much of its factor's own location its draw takes.
+        messages: states of a loop that networks learn -> what data say of them.
 
     Example:
         >>> rules = {"a": None, "b": None}
@@ -171,6 +173,8 @@ class Pass:
         self.derived = DerivedGroups()
         self.anchors: dict[str, Tensor | None] = {}
         self.freedom: dict[str, Tensor] = {}
+        self.messages: dict[str, Any] = {}
+        self._single: dict[str, list[Any]] = {}
 
     def beside(self, values: Values) -> Pass:
         """Returns another pass, by the rules of the plan, in which values of some latents are known."""
@@ -207,7 +211,7 @@ class Pass:
     ) -> None:
         """Stores the value of a latent, and gives the networks its features."""
         self.values[name] = value
-        if name in self._families and (name in self.state.network.read):
+        if name in self._families and name in self.state.network.read:
             family = self.family(name)
             elements = family.layout.elements(value) if elements is None else elements
             features = family.element_features(elements).flatten(-2)
@@ -244,6 +248,19 @@ class Pass:
         """Stores the distribution of a latent that bounds of its prior may cut."""
         if isinstance(fn, BoxedNormal):
             self.derived.boxed[name] = fn
+
+    def one_by_one(self, name: str, whole: Any) -> list[Any]:
+        """Returns the messages about the states of a loop site by site, given those about all of them."""
+        if name not in self._single:
+            states = self.call.program.loops.states[name]
+            if isinstance(whole, NormalPotential):
+                sizes = [event.numel() for event in states.events]
+                nothing = (None,) * len(sizes)
+                parts = [nothing if part is None else part.split(sizes, -1) for part in whole]
+                self._single[name] = [NormalPotential(*each) for each in zip(*parts)]
+            else:
+                self._single[name] = list(whole.unbind(-2))
+        return self._single[name]
 
     def derive(self, group: ConjugateGroup) -> Expansion:
         """Returns the exact conditionals of a group, derived now if they were not before."""

@@ -111,6 +111,10 @@ def search_forms(first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str,
     is_free = options.inverse == "auto" and options.blocks is None
     block = finder.block() if finder and is_free else []
     candidates: list[Sequence[Sequence[str]]] = [block]
+    if (
+        first.program.loops.is_learned
+    ):  # states are drawn in a run of the model, and so all latents are
+        candidates = [[[name] for name in reversed([*first.nodes]) if name in first.net.latent]]
     if block:
         # If the latents that are left come in another order than the program's, they are taken one by one.
         candidates.append([*block[:-1], *([name] for name in reversed(block[-1]))])
@@ -193,7 +197,8 @@ def _finder(first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str, str]
     """Returns the finder of derived conditionals; None if the options exclude them."""
     options = first.options
     given = options.families or {}
-    if not (options.anchor and options.exact and isinstance(given, Mapping)):
+    is_plain = options.anchor and options.exact and isinstance(given, Mapping)
+    if not is_plain or first.program.loops.is_learned:
         return None
     own = {name: first.nodes[name]["value"] for name in first.net.sites if name in first.nodes}
     return Finder(

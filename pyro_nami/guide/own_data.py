@@ -24,7 +24,9 @@ from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.messages import warn
 from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng, untouched
-from pyro_nami.program.runner import Message, Values, is_fixed
+from pyro_nami.program.loops import NO_LOOPS, family_of
+from pyro_nami.program.runner import Message, Sites, Values, is_fixed
+from pyro_nami.program.site_values import first_value
 
 __all__ = ["OwnData"]
 
@@ -70,6 +72,8 @@ class OwnData:
         }
         call = call._replace(indices={**call.indices, **parts}) if parts else call
         call = _from_observations(call, plan, observations) if observations else call
+        if plan.series is not None:
+            return self._of_series(call)
         given = call.values.keys()
         # observed values that stand among the arguments
         slots = look.slots.items() if look is not None else ()
@@ -84,6 +88,20 @@ class OwnData:
             look = _look_at(call, own, plan)
             self._looks.note(look)
         return call._replace(moving=look.moving)
+
+    def _of_series(self, call: Call) -> Call:
+        """Returns a call, of which it is known what ``observations=`` gave, with its loops and their data."""
+        plan = self.plan
+        if plan.plates.subsampled or any(name not in call.values for name in plan.read):
+            return _from_run(call, plan)
+        # the run is the same for other data given in that way
+        bare = call._replace(values={}, held={})
+        found = self._cache.get("series", call.leaves, lambda: _from_run(bare, plan))
+        return found._replace(
+            program=call.program._replace(loops=found.program.loops),
+            values={**found.values, **call.values},
+            held={**found.held, **call.held},
+        )
 
     def completed(self, call: Call) -> Call:
         """Returns a call, whose values are known, with its covariates and index maps."""
@@ -158,7 +176,10 @@ def _from_run(call: Call, plan: Plan) -> Call:
     }
     # a choice of instances is the user's
     with torch.no_grad(), nullcontext() if shown else forked_rng():
-        sites = call.run(latents, shown=shown, broadcast=True)
+        if plan.series is None:
+            sites = call.run(latents, shown=shown, broadcast=True)
+        else:
+            call, sites = _series_run(call, plan, latents, shown)
     seen = {name: sites[name]["value"] for name in shown if name in sites}
     fresh = [name for name in sites if name not in plan.names and not is_passing(sites[name])]
     new = tuple(name for name in fresh if is_latent(sites[name]))
@@ -183,6 +204,26 @@ def _from_run(call: Call, plan: Plan) -> Call:
     lacking, indices = plan.names - sites.keys(), {**call.indices, **seen}
     call = call._replace(indices=indices, sites=sites, lacking=lacking, from_prior=new)
     return _with_own(call, plan, found)
+
+
+def _series_run(
+    call: Call, plan: Plan, latents: Values, shown: Collection[str]
+) -> tuple[Call, Sites]:
+    """Returns a call with the loops that a run of the model shows, and the sites of that run."""
+    apart = call._replace(program=call.program._replace(loops=NO_LOOPS))
+    states = plan.loops.states
+    values = {name: value for name, value in latents.items() if name not in states}
+    families = {family for held in states.values() for family, _ in held.families}
+
+    def choose(site: Message) -> Tensor | None:
+        return first_value(site["fn"]) if family_of(site["name"]) in families else None
+
+    sites = apart.run(values, shown=shown, broadcast=True, choose=choose)
+    loops = plan.loops.at(sites)
+    masks = {held.name: held.counted([sites[name] for name in held.sites]) for held in loops.parts}
+    counted = {name: mask for name, mask in masks.items() if mask is not None}
+    call = call._replace(program=call.program._replace(loops=loops), counted=counted)
+    return call, loops.messages(sites)
 
 
 def _is_in_shape(site: Message) -> bool:

@@ -17,7 +17,8 @@ from pyro_nami.deriving.grids import points_of
 from pyro_nami.deriving.loop_modes import NEAREST_POINTS
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.guide.rules import Learned, Rule, RuleNote
+from pyro_nami.guide.rules import Learned, LearnedStates, Rule, RuleNote
+from pyro_nami.guide.series import SeriesPlan
 from pyro_nami.parameters.conditioning import Plates, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.loops import NO_LOOPS, Loops
@@ -106,7 +107,9 @@ class Plan:
     factory: Mapping[str, Any]  # dtype and device of the networks
     vectorized: bool  # whether the model is one for one draw, and mapped over draws
     learns: bool  # whether the model has parameters of its own
+    parameters: frozenset[str] = frozenset()  # of the model, by name in the store
     loops: Loops = NO_LOOPS  # loops, whose sites are one each in all of the plan
+    series: SeriesPlan | None = None  # of states that networks learn, at any number of steps
 
     def for_many(self, model: Callable) -> Callable:
         """Returns the model as the plan's rules run it."""
@@ -127,11 +130,6 @@ class Plan:
     def groups(self) -> Mapping[str, ConjugateGroup]:
         """Latent -> the group that its conditional is derived with."""
         return self.sampling.groups
-
-    @cached_property
-    def shown(self) -> tuple[str, ...]:
-        """The sites that the guide emits, in program order."""
-        return tuple(self.loops.names_of(self.rules))
 
     @cached_property
     def masked(self) -> bool:
@@ -162,7 +160,8 @@ class Plan:
     def weighted(self) -> frozenset[str]:
         """The latents whose distributions depend on weights: the learned ones, and those with a learned bound."""
         bounded = {name for name, group in self.groups.items() if group.bound}
-        return frozenset(self.learned) | bounded
+        states = {name for name, rule in self.rules.items() if isinstance(rule, LearnedStates)}
+        return frozenset(self.learned) | bounded | states
 
     @cached_property
     def blocks(self) -> dict[str, str]:
@@ -182,7 +181,14 @@ class Plan:
     @cached_property
     def families(self) -> dict[str, Any]:
         """What gives the features of the latents in `order`."""
-        return {name: self.sites[name].encoding for name in self.order}
+        return {
+            name: self.sites[name].encoding for name in self.order if name not in self.loops_learned
+        }
+
+    @property
+    def loops_learned(self) -> Collection[str]:
+        """The states that networks learn as a whole."""
+        return () if self.series is None else (self.series.name,)
 
     @cached_property
     def event_dims(self) -> dict[str, int]:
@@ -205,6 +211,8 @@ class Plan:
         """Returns the observed sites that a latent's distribution depends on."""
         group = self.groups.get(name)
         found: set[Any] = set() if group is None else set(group.children)
+        if self.series is not None and name == self.series.name:
+            found.update(self.series.data)
         if name in self.learned:
             found.update(*(nodes_of(source) for source in self.learned[name].factor.sources))
         return found & set(self.read)

@@ -19,7 +19,16 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.factor_plan import PlannedFactors, plan_factors
 from pyro_nami.guide.first_call import FirstCall, data_features
 from pyro_nami.guide.plan import Plan, SamplingOrder, SitePlan
-from pyro_nami.guide.rules import Bounded, Exact, Learned, Located, Prior, Rule, States
+from pyro_nami.guide.rules import (
+    Bounded,
+    Exact,
+    Learned,
+    LearnedStates,
+    Located,
+    Prior,
+    Rule,
+    States,
+)
 from pyro_nami.messages import quoted
 from pyro_nami.parameters.conditioning import covariates_of
 from pyro_nami.program.first_run import allows_nan, is_transparent
@@ -56,7 +65,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
     for name in nodes:
         if name in first.frames or name in emitted:
             encoding = found.families.get(name)
-            if name in first.data:
+            if name in first.data and (found.series is None or name not in found.series.data):
                 encoding = encoding or data_features(first, name)
             sites[name] = _site_plan(first, name, encoding, name in emitted)
     return Plan(
@@ -74,7 +83,9 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         factory=first.factory(order.latents),
         vectorized=isinstance(first.program.model, Vectorized),
         learns=any(site["type"] == "param" for site in nodes.values()),
+        parameters=frozenset(name for name, site in nodes.items() if site["type"] == "param"),
         loops=first.program.loops,
+        series=found.series,
     )
 
 
@@ -91,7 +102,11 @@ def _rules(
         if name in emitted:
             rule = _rule(first, name, found, name in anchored)
             mask = own_mask(first.nodes[name])
-            if mask is not None and not isinstance(rule, Prior):
+            if (
+                mask is not None
+                and not isinstance(rule, LearnedStates)
+                and not isinstance(rule, Prior)
+            ):
                 is_untold = not bool(mask.any())
                 rule = dataclasses.replace(rule, is_flat=name in read_masked, is_untold=is_untold)
             rules[name] = rule
@@ -101,6 +116,8 @@ def _rules(
 def _rule(first: FirstCall, name: str, found: PlannedFactors, anchored: bool) -> Rule:
     """Returns the rule of one latent, without regard to its mask."""
     group = found.groups.get(name)
+    if found.series is not None and name == found.series.name:
+        return LearnedStates(name, series=found.series)
     if group is None:
         is_learned = name in found.factors
         return _learned(first, name, found, anchored) if is_learned else Prior(name)

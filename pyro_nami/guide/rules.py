@@ -1,10 +1,10 @@
 """Rules: how one latent gets its distribution in a pass, given the values known so far.
 
 `Prior` is the model's own conditional. `Exact` is derived from the model, or from a bound.
-`Learned` takes its parameters from networks. `Located` is a Normal about a mode, corrected by
-networks, and `Bounded` a conditional under a bound, corrected by networks. No other code asks which
-rule a latent has. To add a rule, write a subclass of `Rule` here, and say in `planner` which
-latents it serves.
+`Learned` takes its parameters from networks; `LearnedStates` are the states of a loop of any
+length. `Located` is a Normal about a mode, corrected by networks, and `Bounded` a conditional under
+a bound, corrected by networks. No other code asks which rule a latent has. To add a rule, write a
+subclass of `Rule` here, and say in `planner` which latents it serves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from pyro_nami.factors.joint import to_instances
 from pyro_nami.factors.joint_normal import JointNormal, joint_normal
 from pyro_nami.factors.links import relative_scale
 from pyro_nami.factors.normals import Coupling
+from pyro_nami.factors.potentials import NormalPotential, tilted
 from pyro_nami.guide.one_pass import Pass, Term
+from pyro_nami.guide.series import SeriesPlan, potentials_of
 from pyro_nami.parameters.additions import expert
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.masks import own_mask
@@ -37,6 +39,8 @@ __all__ = [
     "Bounded",
     "Exact",
     "Learned",
+    "LearnedState",
+    "LearnedStates",
     "Located",
     "Prior",
     "Rule",
@@ -153,6 +157,85 @@ class States(Exact):
         assert self.group is not None
         near = current.derive(self.group).conditional(self.name, current.values, 0)
         return near, self.group.is_exact
+
+
+@dataclass(frozen=True)
+class LearnedStates(Rule):
+    """q(z_t | z_(t-1), other latents, data from t on) ~ p(z_t | z_(t-1), other latents) times a message of networks.
+
+    See `pyro_nami.guide.series`. The states are drawn one after another in a run of the model, and scored all at once.
+    In that run the model's own parameters are constants: their gradient is that at a fixed q, as of an EM step. A
+    gradient through all transitions in turn would soon have these explode.
+    """
+
+    kind = "learned"
+
+    series: SeriesPlan = None  # type: ignore[assignment]
+    reads_prior: bool = True
+
+    def distribution(
+        self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
+    ) -> TorchDistribution:
+        dims = len(batch_shape)
+        potentials = self.potentials(current)
+        if isinstance(potentials, NormalPotential):
+            return tilted(prior, potentials.map(lambda part: squeezed(part, dims, 1)))
+        return tilted(prior, squeezed(potentials, dims, 2))
+
+    def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
+        prior = site["fn"]
+        fn = self.distribution(current, prior.batch_shape, prior)
+        return self.masked(fn.log_prob(value), site)
+
+    def mask(self, site: Message) -> Tensor | None:
+        mask = site["mask"]  # those of the distribution stay in place
+        return None if mask is None or mask is True else torch.as_tensor(mask)
+
+    def potentials(self, current: Pass) -> Any:
+        """Returns the messages about all states in program order, found once in a pass."""
+        if self.name not in current.messages:
+            found = current.state.messages(self.series.sources)
+            current.messages[self.name] = potentials_of(
+                self.series, current.call.program.loops, found
+            )
+        return current.messages[self.name]
+
+    def by_site(self, current: Pass) -> dict[str, LearnedState]:
+        """Returns site -> the rule of one state."""
+        states = current.call.program.loops.states[self.name]
+        return {
+            site: LearnedState(site, whole=self, place=i) for i, site in enumerate(states.sites)
+        }
+
+
+@dataclass(frozen=True)
+class LearnedState(Rule):
+    """One of `LearnedStates`."""
+
+    kind = "learned"
+
+    reads_prior: bool = True
+    whole: LearnedStates = None  # type: ignore[assignment]
+    place: int = 0  # among the states
+
+    def distribution(
+        self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
+    ) -> TorchDistribution:
+        assert prior is not None
+        event = prior.event_shape
+        parts = current.one_by_one(self.whole.name, self.whole.potentials(current))[self.place]
+        dims = len(batch_shape)
+        if not isinstance(parts, NormalPotential):
+            return tilted(prior, squeezed(parts, dims, 1))
+
+        def at_site(part: Tensor) -> Tensor:
+            part = squeezed(part, dims, 1)
+            return part.reshape(part.shape[:-1] + event)
+
+        return tilted(prior, parts.map(at_site))
+
+    def mask(self, site: Message) -> Tensor | None:
+        return self.whole.mask(site)
 
 
 @dataclass(frozen=True)

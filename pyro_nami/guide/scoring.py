@@ -87,7 +87,9 @@ class DensityGuide(LazyGuide):
             new = [*call.from_prior, *(name for name in target.fresh if name not in plan.rules)]
             if new:
                 raise ValueError(new_site(new[0]))
-            latents = plan.loops.joined(latents)
+            loops = call.program.loops
+            latents = loops.joined(latents)
+            sites = sites and loops.messages(sites)
             values = _left_of_plates(latents, plan, call.held.keys() | call.lacking | hidden)
             names = (plan.rules.keys() if names is None else set(names)) - hidden
             if sites is None:
@@ -113,12 +115,16 @@ class DensityGuide(LazyGuide):
             latents, *args, **kwargs: of many draws, as for `log_prob`.
         """
         current, values, sites = self._at(latents, args, kwargs)
-        rules = {name: rule for name, rule in self._made().learned.items() if name in values}
+        plan, series = self._made(), self.network.series
+        rules = {name: rule for name, rule in plan.learned.items() if name in values}
+        learned = {}
+        if plan.series is not None and series is not None:
+            learned[plan.series.data[0]] = series.num_learned
         targets = {
             name: rule.target(current, values[name], sites[name]["fn"])
             for name, rule in rules.items()
         }
-        regress(self.network, current.state, targets, self._options.embeddings)
+        regress(self.network, current.state, targets, self._options.embeddings, learned)
 
     @torch.no_grad()
     def misfits(self, latents: Values, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -159,7 +165,7 @@ class DensityGuide(LazyGuide):
         """Returns a pass that knows all values, the latents' values, and the sites of a run of the model at them."""
         call = self._begin(args, kwargs, draws=False)
         plan, state = self._made(), self._start(call)
-        latents = plan.loops.joined(latents)
+        latents = call.program.loops.joined(latents)
         values = _left_of_plates(latents, plan, call.held)
         sites = call.run({**call.held, **values}, until=plan.rules)
         current = start_pass(plan, state, call)

@@ -34,9 +34,11 @@ from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
 from pyro_nami.messages import check_counts, warn
 from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.loops import family_of
 from pyro_nami.program.many_draws import differing_site, few_draws, of_rank
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
+from pyro_nami.reading.loops import loop_families
 
 __all__ = ["Batch", "JointDraws", "Simulator"]
 
@@ -119,6 +121,7 @@ class Simulator:
         nesting: plate dims of the model.
         latent, observed: names of the sites, in model order.
         single: latent or observed site -> its message in a run of one draw.
+        loops: families of sites that are the steps of loops, of which other arguments may have other numbers.
         data: observed site, or factor -> the value that the model has there itself.
         vectorized: whether one run of the model gives all draws; False: one run a draw.
         trainable: names of parameters that the model reads and that require gradients.
@@ -148,6 +151,7 @@ class Simulator:
         self.program = Program(model, tuple(args), dict(kwargs or {}))
         self.nesting = 0
         self.single: Sites = {}
+        self.loops: frozenset[str] = frozenset()
         self.data: dict[str, Any] = {}
 
         def note(site: Any) -> None:
@@ -159,6 +163,7 @@ class Simulator:
             sites = self.sites(Extent(contexts=(params,)), choose=note)
             self.nesting = plate_nesting(sites.values())
             self.single = {n: site for n, site in sites.items() if not site_is_factor(site)}
+            self.loops = loop_families(self.single)
             given = set(observed_names(observed))
             self.observed = tuple(name for name in self.single if name in {*self.data, *given})
             self.latent = tuple(name for name in self.single if name not in self.observed)
@@ -209,7 +214,7 @@ class Simulator:
         check_counts(num=num)
         if self.vectorized:
             sites = self._batch(num, latents)
-            values = {name: sites[name]["value"] for name in self.single}
+            values = {name: sites[name]["value"] for name in self._names_in(sites)}
             return self.joint(values)._replace(sites=sites if keep_sites else None)
         given = [{name: value[i] for name, value in (latents or {}).items()} for i in range(num)]
         runs = [self.sites(values=values) for values in given]
@@ -218,19 +223,22 @@ class Simulator:
                 name: torch.stack(
                     [with_idle_dims(run[name]["value"], run[name], self.nesting, 0) for run in runs]
                 )
-                for name in self.single
+                for name in self._names_in(runs[0])
             }
         )
 
     def joint(self, values: Values) -> JointDraws:
         """Returns values of all latents and observed sites as joint draws."""
-        latents, observed = (
-            {name: values[name] for name in part} for part in (self.latent, self.observed)
-        )
+        roles = {self._kind(name) for name in self.observed}
+        observed = {name: value for name, value in values.items() if self._kind(name) in roles}
+        latents = {name: value for name, value in values.items() if name not in observed}
         return JointDraws(latents, observed, self.nesting)
 
     def at(self, *args: Any, **kwargs: Any) -> Simulator:
-        """Returns a simulator of the same model at other arguments (other plate sizes, say), not checked again."""
+        """Returns a simulator of the same model at other arguments, not checked again.
+
+        Plates may have other sizes, and loops more steps or fewer.
+        """
         return self._of(self.program._replace(args=args, kwargs=kwargs))
 
     # ---- runs of the model
@@ -252,12 +260,27 @@ class Simulator:
         # Draws may be NaN. Only the global switch keeps distributions that the model makes from refusing them.
         with torch.no_grad(), pyro.validation_enabled(False):
             sites = self.target.run_model(extent, runner)
+        present = set(map(self._kind, sites))
         for name in self.single:
-            if name not in sites:
+            if self._kind(name) not in present:
                 raise ValueError(
                     f"Expected the same sites in every run of the model; one run lacks '{name}'."
                 )
         return {name: site for name, site in sites.items() if not _is_name(site)}
+
+    def _names_in(self, sites: Sites) -> list[str]:
+        """Returns the latents and observed sites of a run, in model order; loops may have other steps."""
+        kinds = set(map(self._kind, self.single))
+        return [
+            name
+            for name, site in sites.items()
+            if self._kind(name) in kinds and not site_is_factor(site)
+        ]
+
+    def _kind(self, name: str) -> str:
+        """Returns the family of a loop's step, else the name."""
+        family = family_of(name)
+        return family if family in self.loops else name
 
     def _batch(self, num: int, latents: Values | None = None) -> Sites:
         """Returns the sites of one run for all draws."""

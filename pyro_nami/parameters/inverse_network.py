@@ -46,6 +46,7 @@ from pyro_nami.parameters.factor_groups import (
 from pyro_nami.parameters.free_parameters import FreeParameters, coupling_units
 from pyro_nami.parameters.group_network import GroupNetwork, PlacedFactor
 from pyro_nami.parameters.inputs import Pooling
+from pyro_nami.parameters.series import SeriesNetwork
 from pyro_nami.parameters.training import TrainedNetworks
 from pyro_nami.program.memory import rows_in_memory
 
@@ -86,6 +87,7 @@ class InverseNetwork(TrainedNetworks):
             plates, whose instances have offsets of their own.
         shared: whether factors in the same plates have one network, or one each.
         factory: dtype and device of the parameters.
+        series: networks of the states of a loop, and ``series_reads`` the latents that these read.
         **options: of the groups' networks, see `GroupNetwork`.
     """
 
@@ -103,6 +105,8 @@ class InverseNetwork(TrainedNetworks):
         hidden_features: Sequence[int] | None,
         shared: bool,
         factory: Mapping[str, Any],
+        series: SeriesNetwork | None = None,
+        series_reads: Collection[Hashable] = (),
         **options: Any,
     ) -> None:
         sizes, encoders = _encoders(factors, standard, plates, make_encoder)
@@ -127,6 +131,7 @@ class InverseNetwork(TrainedNetworks):
             self.places.update(group.places)
         sequential = frozenset(factor.name for factor in factors if factor.sequential)
         self.read = sequential.union(*(nodes_of(s) for factor in factors for s in factor.sources))
+        self.read = self.read.union(series_reads)
         self._keep_standard(standard)
         parts = {
             "encoders": encoders.values(),
@@ -141,7 +146,9 @@ class InverseNetwork(TrainedNetworks):
         units = {each.name: coupling_units(each.num_elements, self.like) for each in coupled}
         rest = None if simulated else COUPLING_REST
         self.couplings = FreeParameters("coupling", units, rest=rest)
-        if not factors:
+        self.series = series
+        self.has_weights = bool(factors) or series is not None
+        if not self.has_weights:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
         # The modules once more, as every attribute of a PyroModule that is one takes a while to read.
         self._pooling = encoders, sums
@@ -168,6 +175,7 @@ class InverseNetwork(TrainedNetworks):
         """Number of weights that are not masked."""
         pooling = [module for modules in self._pooling for module in modules.values()]
         whole = sum(value.numel() for module in pooling for value in module.parameters())
+        whole += 0 if self.series is None else self.series.num_parameters
         return whole + sum(mlp.num_parameters for group in self.groups for mlp in group.networks)
 
     def standard(self, node: Hashable) -> tuple[Tensor, Tensor]:
@@ -243,11 +251,11 @@ class InverseNetwork(TrainedNetworks):
 
     def zero(self) -> Tensor:
         """Returns zero, with a gradient where weights give none: without any, a loss has no ``backward``."""
-        return self.like.new_zeros(()) if self.groups else 0 * torch.as_tensor(self.nothing)
+        return self.like.new_zeros(()) if self.has_weights else 0 * torch.as_tensor(self.nothing)
 
     def with_gradient(self) -> AbstractContextManager:
         """Returns a context of the guide's sites in which their densities have a gradient as `zero` has."""
-        if self.groups:
+        if self.has_weights:
             return nullcontext()
         zero = self.zero()
         if zero.requires_grad:

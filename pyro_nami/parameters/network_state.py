@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +13,15 @@ from torch import Tensor
 from pyro_nami.deriving.expansion import squeezed
 from pyro_nami.factors.joint import to_sequence
 from pyro_nami.factors.normals import LinearMap
+from pyro_nami.factors.potentials import NormalPotential
 from pyro_nami.networks.running import tempered
 from pyro_nami.parameters.additions import Additions
+from pyro_nami.parameters.conditioning import Source
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.parameters.group_network import GroupNetwork, PlacedFactor
 from pyro_nami.parameters.inputs import IndexMaps, Sources, concatenate
 from pyro_nami.parameters.inverse_network import InverseNetwork
+from pyro_nami.parameters.series import SeriesInputs, SeriesPass
 from pyro_nami.parameters.spline_stack import StackPass
 from pyro_nami.parameters.training import TrainingRecord
 
@@ -110,6 +113,7 @@ class NetworkState:
         self._sources = Sources(network.plates.dims, maps, *network.pooling())
         self._groups = {group: GroupPass(group) for group in network.groups}
         self._drawn: set[Hashable] = set()
+        self._series: SeriesPass | None = None
         self._hooked = False  # whether something was told to note gradients that come back
 
     # ---- what is known
@@ -159,6 +163,23 @@ class NetworkState:
             elements = (elements - location) / scale
         elements = elements.detach().to(self.network.like.dtype)
         self._record.innovations[name] = to_sequence(elements, factor.dims)
+
+    def read_series(self, inputs: SeriesInputs, node: Hashable) -> None:
+        """Takes in the data of a series, and makes its summary known as that of a node, if others read it."""
+        assert self.network.series is not None
+        self._series = self.network.series.start(inputs)
+        if node in self.network.read:
+            self._sources.put(node, self.network.standardize(node, self._series.summary()))
+
+    def messages(self, sources: Sequence[Source]) -> NormalPotential | Tensor:
+        """Returns what the data from each step on say of its states; see `SeriesPass.messages`."""
+        assert self._series is not None
+        given = (
+            concatenate([self._sources.value(source) for source in sources]) if sources else None
+        )
+        found = self._series.messages(given)
+        self.network.count(found.location if isinstance(found, NormalPotential) else found)
+        return found
 
     def settle(self) -> None:
         """Centers the inputs that are data on those of this call, all of which must be known."""

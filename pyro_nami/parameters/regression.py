@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_nami.factors.joint import to_sequence
 from pyro_nami.factors.links import raw_scale
+from pyro_nami.parameters.conditioning import Direct
 from pyro_nami.parameters.inputs import concatenate
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
@@ -31,11 +32,13 @@ def regress(
     state: NetworkState,
     targets: Mapping[Any, Tensor],
     moving: Collection[Any] = (),
+    learned: Mapping[Any, int] = {},
 ) -> None:
     """Standardizes inputs, and writes regressions of all factors whose locations are one an element.
 
     All values of a batch of simulations are known to ``state``. ``targets`` are factors' elements relative to the
-    anchor, ``(*batch, elements)``, and ``moving`` the nodes whose features are learned.
+    anchor, ``(*batch, elements)``, ``moving`` the nodes whose features are learned, and ``learned`` the number of those
+    that are, of nodes of which others are fixed: regressions are on the latter.
     """
     for group in network.groups:
         if group.mlp.is_trained():
@@ -43,7 +46,10 @@ def regress(
         group.standardize(state.inputs(group, 0, len(group.steps)), moving)
         if not group.mlp.skip:
             continue
-        inputs = state.inputs(group, 0, len(group.steps))
+        inputs, reads = state.inputs(group, 0, len(group.steps)), group.reads.clone()
+        for source, first, last, start in group.columns(0, len(group.steps)):
+            count = learned.get(source.node, 0) if isinstance(source, Direct) else 0
+            reads[:, start : start + min(max(count - first, 0), last - first)] = False
         numbers = torch.arange(group.mlp.out_features)
         for place in group.places.values():
             factor = place.factor
@@ -53,9 +59,7 @@ def regress(
             goal = to_sequence(targets[factor.name], factor.dims)
             both = concatenate([inputs, goal]).flatten(0, -2)
             rows = place.locations(numbers).tolist()
-            _regress_rows(
-                group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], group.reads
-            )
+            _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], reads)
 
 
 def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "bounded_indices",
+    "constant_parameters",
     "dropping",
     "forked_rng",
     "kept_store",
@@ -143,6 +144,31 @@ def kept_store() -> Iterator[None]:
         for key, entries in params.items():
             getattr(store, key).clear()
             getattr(store, key).update(entries)
+
+
+@contextmanager
+def constant_parameters(names: Iterable[str], roots: Iterable[Any]) -> Iterator[None]:
+    """Has runs of a model record no gradients by its parameters: by those of some names, and those of its modules.
+
+    Example:
+        >>> linear = nn.Linear(1, 1)
+        >>> with constant_parameters([], [linear]):
+        ...     y = linear(torch.ones(1, requires_grad=True))
+        >>> y.sum().backward()
+        >>> linear.weight.grad is None, linear.weight.requires_grad
+        (True, True)
+    """
+    stored = pyro.get_param_store()._params
+    found = [stored[name] for name in names if name in stored]
+    found += [value for module in _modules(roots) for value in module.parameters()]
+    held = [value for value in found if value.is_leaf and value.requires_grad]
+    for value in held:
+        value.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for value in held:
+            value.requires_grad_(True)
 
 
 def seed_rng(seed: int) -> None:

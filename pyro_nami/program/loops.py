@@ -6,8 +6,9 @@ steps are one tensor, so that nothing there has a size that grows with the numbe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -18,13 +19,34 @@ from torch import Tensor
 from torch.distributions import Independent
 
 from pyro_nami.factors.completed import constraints_of_parameters
-from pyro_nami.factors.wrappers import base_of, innermost
+from pyro_nami.factors.wrappers import base_of, innermost, layers
 from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.masks import is_masked
-from pyro_nami.program.runner import Runner
+from pyro_nami.program.runner import Runner, changed_event_shape
 from pyro_nami.program.site_values import num_values
 
-__all__ = ["NO_LOOPS", "LoopSites", "Loops"]
+__all__ = ["NO_LOOPS", "LoopSites", "Loops", "family_of", "step_of"]
+
+_LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
+
+
+@lru_cache(maxsize=100_000)  # names of long loops are looked up in each call
+def family_of(name: str) -> str:
+    """Returns a name with its last number left out, the same for all steps of a loop; itself if it has none.
+
+    Example:
+        >>> family_of("z_12"), family_of("y_3_7b"), family_of("mu")
+        ('z_#', 'y_3_#b', 'mu')
+    """
+    return _LAST_NUMBER.sub("#", name)
+
+
+@lru_cache(maxsize=100_000)
+def step_of(name: str) -> int:
+    """Returns the last number in the name of a loop's site: its step."""
+    found = _LAST_NUMBER.search(name)
+    assert found is not None
+    return int(found.group())
 
 
 class LoopSites(NamedTuple):
@@ -41,6 +63,9 @@ class LoopSites(NamedTuple):
         span: among how many elements in a row those lie that an observed site reads.
         values: the number of values of a discrete state; 0 for Normal ones.
         reads: of each observed site, the first element of the states that it reads.
+        families: of a learned loop, family of names (`family_of`) -> event shape of its sites; the sites of such a
+            loop may be others in each call, and its states may be masked.
+        shift: of data of a learned loop, by how much the step of the states that they read last is above their own.
     """
 
     name: str
@@ -52,6 +77,8 @@ class LoopSites(NamedTuple):
     span: int = 1
     values: int = 0
     reads: tuple[int, ...] = ()
+    families: tuple[tuple[str, torch.Size], ...] = ()
+    shift: int = 0
 
     @property
     def size(self) -> int:
@@ -67,6 +94,27 @@ class LoopSites(NamedTuple):
             sites=tuple(compress(self.sites, kept)),
             events=tuple(compress(self.events, kept)),
             reads=tuple(compress(self.reads, kept)),
+        )
+
+    def at(self, names: Iterable[str]) -> LoopSites:
+        """Returns the loop with those of some names, in their order, that are of its families; data in that of steps.
+
+        Raises:
+            ValueError: none of them is.
+        """
+        events = dict(self.families)
+        sites = [name for name in names if family_of(name) in events]
+        if not sites:
+            raise ValueError(
+                f"Expected a series of at least one step; this call has no site '{self.sites[0]}', and no other one of "
+                f"'{self.name}'."
+            )
+        if self.is_observed:
+            sites.sort(key=step_of)
+        if tuple(sites) == self.sites:
+            return self
+        return self._replace(
+            sites=tuple(sites), events=tuple(events[family_of(name)] for name in sites)
         )
 
     def split(self, value: Tensor) -> tuple[Tensor, ...]:
@@ -110,6 +158,7 @@ class LoopSites(NamedTuple):
             fn = fn.to_event(1)
         else:
             bases: list[Any] = list(map(innermost, fns))
+            mask = self.mask(sites)
             if any(events):
                 loc, scale = (
                     _concatenated([_flat(getattr(f, key), e) for f, e in zip(bases, events)])
@@ -118,18 +167,51 @@ class LoopSites(NamedTuple):
             else:
                 loc = _stacked([base.loc for base in bases], 0)
                 scale = _stacked([base.scale for base in bases], 0)
-            fn = dist.Normal(loc, scale, validate_args=False).to_event(1)
+            fn = dist.Normal(loc, scale, validate_args=False)
+            fn = (fn if mask is None else fn.mask(mask)).to_event(1)
         values = [site["value"] for site in sites]
         value = self.joined(values)
         found = {**first, "name": self.name, "fn": fn, "value": value, "mask": None, "part": self}
         found["is_observed"] = all(site["is_observed"] for site in sites)
         return found
 
+    def counted(self, sites: Sequence[Any]) -> Tensor | None:
+        """Returns what the model counts in a run: of states `mask`, of data which steps, ``(*plates, steps)``.
+
+        A step counts if any of its elements does.
+        """
+        if not self.is_observed:
+            return self.mask(sites)
+        masks = [element_mask(site) for site in sites]
+        if all(mask is None for mask in masks):
+            return None
+        event_dim = len(self.events[0])
+        there = [torch.as_tensor(True if mask is None else mask) for mask in masks]
+        steps = [
+            mask.flatten(-event_dim).any(-1) if event_dim and mask.dim() else mask for mask in there
+        ]
+        return _stacked(steps, 0)
+
+    def mask(self, sites: Sequence[Any]) -> Tensor | None:
+        """Returns which elements of states the model counts in a run, ``(*plates, elements)``; None: all."""
+        masks = [element_mask(site) for site in sites]
+        if all(mask is None for mask in masks):
+            return None
+        parts = []
+        for mask, site, event in zip(masks, sites, self.events):
+            shape = site["fn"].batch_shape + event
+            whole = torch.as_tensor(True if mask is None else mask).expand(shape)
+            parts.append(_flat(whole, event))
+        return _concatenated(parts)
+
     def _check(self, site: Any, first: Any) -> None:
         """Raises where a state is observed, masked, or of another kind, or where a site is scaled by itself."""
         is_like = site["scale"] is first["scale"] or bool(
             torch.as_tensor(site["scale"] == first["scale"]).all()
         )
+        event = dict(self.families).get(family_of(site["name"]))
+        if event is not None and event != site["fn"].event_shape:
+            raise ValueError(changed_event_shape(site["name"], event, site["fn"].event_shape))
         if self.is_observed and not is_like:
             raise ValueError(
                 f"Expected '{site['name']}' scaled as '{first['name']}', as at the first call of the guide, which read "
@@ -139,10 +221,12 @@ class LoopSites(NamedTuple):
             return
         base = innermost(site["fn"])
         kind = num_values(site["fn"]) == self.values if self.values else type(base) is dist.Normal
-        if not kind or is_masked(site) or not is_like or site["is_observed"]:
+        is_cut = is_masked(site) and not self.families
+        if not kind or is_cut or not is_like or site["is_observed"]:
             of = f"{self.values} values" if self.values else "a Normal distribution"
+            whole = "" if self.families else ", without a mask,"
             raise ValueError(
-                f"Expected latent '{site['name']}' of {of}, without a mask, and scaled as '{first['name']}', as at the "
+                f"Expected latent '{site['name']}' of {of}{whole} and scaled as '{first['name']}', as at the "
                 "first call of the guide, which read it as one loop. Make a new guide for another loop."
             )
 
@@ -174,10 +258,36 @@ class Loops(NamedTuple):
         """Name -> states of a loop, as one latent."""
         return {held.name: held for held in self.parts if not held.is_observed}
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether networks say what the states are given the data, of loops of any length."""
+        return any(held.families for held in self.parts)
+
+    def at(self, names: Collection[str]) -> Loops:
+        """Returns the loops with those sites that a run has; loops that are not learned as they are.
+
+        Raises:
+            ValueError: a run has none of the sites of a learned loop.
+        """
+        return Loops(tuple(held.at(names) for held in self.parts)) if self.is_learned else self
+
+    def among(self, names: Collection[str]) -> Loops:
+        """Returns the loops with those sites that are among some names; learned ones without any are left out."""
+        if not self.is_learned:
+            return self
+        found = {family_of(name) for name in names}
+        present = [h for h in self.parts if any(family in found for family, _ in h.families)]
+        return Loops(tuple(held.at(names) for held in present))
+
     def names_of(self, names: Iterable[str]) -> list[str]:
         """Returns the sites that some names stand for."""
         whole = {held.name: held.sites for held in self.parts}
         return [site for name in names for site in whole.get(name, (name,))]
+
+    def wholes_of(self, names: Iterable[str]) -> set[str]:
+        """Returns names with each site of a loop as the whole."""
+        of = {site: held.name for held in self.parts for site in held.sites}
+        return {of.get(name, name) for name in names}
 
     def split(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns values by site, given those of loops as a whole; functions of a prior become those of the sites'."""
@@ -249,6 +359,19 @@ class _Lazy:
             whole = dist.Delta(zeros).to_event(1)
             self._values = self._held.split(self._make(whole))
         return self._values[i]
+
+
+def element_mask(site: Any) -> Tensor | None:
+    """Returns which elements a run counts of a site, ``(*plates, *event)``, each dim of 1 or whole; None: all."""
+    fn, mask = site["fn"], site["mask"]
+    found = None
+    if mask is not None and mask is not True:
+        found = torch.as_tensor(mask)[(...,) + (None,) * fn.event_dim]
+    for layer in layers(fn):
+        if isinstance(layer, MaskedDistribution):
+            own = torch.as_tensor(layer._mask)[(...,) + (None,) * layer.event_dim]
+            found = own if found is None else found & own
+    return found
 
 
 def _flat(part: Tensor, event: torch.Size) -> Tensor:

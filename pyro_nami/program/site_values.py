@@ -14,7 +14,7 @@ from torch.distributions.constraints import Constraint
 from pyro_nami.factors.bijections import bijection_to
 from pyro_nami.factors.wrappers import innermost, without
 
-__all__ = ["any_value", "drawn", "num_values", "redraw"]
+__all__ = ["any_value", "drawn", "first_value", "num_values", "redraw"]
 
 _COUNTED = (dist.Categorical, dist.OneHotCategorical, dist.Bernoulli)
 MOST_VALUES = 64  # of a latent that is enumerated; a run of the model has a batch dim of so many
@@ -69,6 +69,19 @@ def _bounds_of(constraint: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, Constraint):
             yield from _bounds_of(value)
+
+
+def first_value(fn: Any) -> Tensor:
+    """Returns zeros of the shape of a distribution over real numbers, or its first value, of the draws' dtype.
+
+    Example:
+        >>> first_value(dist.Normal(torch.ones(2), 1.0)), first_value(dist.Categorical(torch.ones(3)))
+        (tensor([0., 0.]), tensor(0))
+    """
+    base: Any = innermost(fn)
+    if base.has_enumerate_support:
+        return base.enumerate_support(expand=False).flatten()[0].expand(fn.shape())
+    return torch.zeros_like(base.loc).new_zeros(fn.shape())
 
 
 def redraw(fn: Any, base: Tensor) -> Tensor:

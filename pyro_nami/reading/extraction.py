@@ -89,6 +89,7 @@ def extract(
     checks: int = 200,
     init: Callable[[dict], Tensor] | None = None,
     lifted: bool = False,
+    learned: bool = False,
 ) -> Extraction:
     """The Bayesian network of a model, and the run that it was read off.
 
@@ -102,6 +103,7 @@ def extract(
         checks: the most runs of interventions. Beyond, values that left torch are taken to reach all later sites.
         init: site -> a constrained value, of latents that cannot be sampled; by default a draw in unconstrained space.
         lifted: whether the sites of a loop are to be one site, where provenance is sure of what they read.
+        learned: whether networks are to say what its states are; see `find_loops`.
 
     Raises:
         ValueError: a name in ``observed`` is not a site; sites appear or disappear with the values of others; or
@@ -112,7 +114,7 @@ def extract(
     with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
         probe = Probe(Program(model, args, kwargs), init, tuple(observed), checks)
         claims = claim(probe)
-        if lifted and (extraction := _lifted(probe, claims)) is not None:
+        if lifted and (extraction := _lifted(probe, claims, learned)) is not None:
             return extraction
         found = intervene(probe, claims)
         maps, plans, finished = search_maps(probe, found)
@@ -122,12 +124,12 @@ def extract(
     return Extraction(net, probe.trace, len(found.checked), found.escaped, hidden, maps, plans)
 
 
-def _lifted(probe: Probe, found: Dependencies) -> Extraction | None:
+def _lifted(probe: Probe, found: Dependencies, learned: bool) -> Extraction | None:
     """Returns the network with loops as one site each; None if there is none, or values have left torch on the way."""
     if found.escaped or found.hidden or len(probe.plates) > 1:
         return None
     sites: Mapping[str, Any] = probe.first.sites
-    loops = find_loops(sites, found.parents, probe.observed)
+    loops = find_loops(sites, found.parents, probe.observed, learned)
     if not loops:
         return None
     try:

@@ -18,12 +18,12 @@ from pyro.poutine.util import site_is_factor
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site
-from pyro_nami.program.loops import NO_LOOPS, Loops, LoopSites
+from pyro_nami.program.loops import NO_LOOPS, Loops, LoopSites, family_of, step_of
 from pyro_nami.program.masks import is_masked
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.site_values import num_values
 
-__all__ = ["find_loops", "has_loop", "with_loops"]
+__all__ = ["find_loops", "has_loop", "loop_families", "with_loops"]
 
 # Steps of a loop from which its sites are held as one; ten times more leave loops of a dozen steps to forms that take
 # 10 s, with fewer there is nothing to save.
@@ -35,21 +35,30 @@ Sites = Mapping[str, Any]
 Parents = Mapping[str, Set[str]]
 
 
-def has_loop(sites: Sites) -> bool:
+def has_loop(sites: Sites, learned: bool = False) -> bool:
     """Whether latents of a run look like the steps of a loop, by their names and distributions."""
-    return bool(_families([name for name, site in sites.items() if _is_state(site)]))
+    return bool(_families([name for name, site in sites.items() if _is_state(site, learned)]))
 
 
-def find_loops(sites: Sites, parents: Parents, observed: Collection[str]) -> Loops:
+def loop_families(names: Collection[str]) -> frozenset[str]:
+    """Returns the families of names that look like the steps of a loop; see `family_of`."""
+    return frozenset(_families([*names]))
+
+
+def find_loops(
+    sites: Sites, parents: Parents, observed: Collection[str], learned: bool = False
+) -> Loops:
     """Returns the loop of a model: its states as one site, and each family of data as one; none if there is none.
 
     Args:
         sites: of a run of the model, in program order.
         parents: site -> the earlier sites that it reads.
         observed: the sites with data.
+        learned: whether networks are to say what the states are. These may then be masked, and of any size, and the
+            loop of any length; all data that read states have to be in families that follow them step by step.
     """
     latents = [name for name in sites if name not in observed]
-    families = _families([name for name in latents if _is_state(sites[name])])
+    families = _families([name for name in latents if _is_state(sites[name], learned)])
     # others, such as coefficients that all data read, may be parents of states
     linked = {key: names for key, names in families.items() if _is_linked(names, parents)}
     for chosen in (families, linked):
@@ -57,8 +66,9 @@ def find_loops(sites: Sites, parents: Parents, observed: Collection[str]) -> Loo
         others = [name for name in latents if name not in members]
         if any(not parents[name].isdisjoint(members) for name in others):
             continue
-        if found := _loops_of(chosen, members, sites, parents, observed):
-            return found
+        found = _loops_of(chosen, members, sites, parents, observed, learned)
+        if found:
+            return _of_any_length(found, parents) if learned else found
     return NO_LOOPS
 
 
@@ -68,6 +78,7 @@ def _loops_of(
     sites: Sites,
     parents: Parents,
     observed: Collection[str],
+    learned: bool,
 ) -> Loops:
     """Returns states of some families as one site, and each family of data; none if they cannot be held so."""
     counts = {num_values(sites[name]["fn"]) or 0 for name in members}
@@ -75,14 +86,17 @@ def _loops_of(
         return NO_LOOPS
     places = _Places.of(members, sites)
     stems = dict.fromkeys(map(_stem, families))
-    states = _states(f"{','.join(stems)}[time]", places, sites, parents, counts.pop())
+    states = _states(f"{','.join(stems)}[time]", places, sites, parents, counts.pop(), learned)
     if states is None:
         return NO_LOOPS
     data = list(_data(places, sites, parents, observed))
+    if learned:
+        data = [held for held in data if min(held.reads) >= 0 and len(held.sites) >= SHORTEST]
     names = [states.name, *(held.name for held in data)]
     loose = set(observed).difference(*(held.sites for held in data))
     reads_loose = any(not places.ranges.keys().isdisjoint(parents[name]) for name in loose)
-    if states.values and (reads_loose or any(min(held.reads) < 0 for held in data)):
+    is_loose = reads_loose or any(min(held.reads) < 0 for held in data)
+    if is_loose and (states.values or learned):
         return NO_LOOPS
     if len(set(names)) < len(names) or not sites.keys().isdisjoint(names):
         return NO_LOOPS
@@ -115,7 +129,7 @@ class _Places(NamedTuple):
 
 
 def _states(
-    name: str, places: _Places, sites: Sites, parents: Parents, values: int
+    name: str, places: _Places, sites: Sites, parents: Parents, values: int, learned: bool
 ) -> LoopSites | None:
     """Returns the states as one site; None if they are not linked, or reach back too far."""
     back, span = 0, 1
@@ -132,6 +146,9 @@ def _states(
     width = max(back, span - 1, *map(len, ranges))
     while any(place.start // width < (place.stop - 1) // width for place in ranges):
         width += 1  # such that no site lies in two blocks
+    if learned:
+        whole = LoopSites(name, tuple(places.ranges), places.events, False, values=values)
+        return whole if back else None
     is_wide = width > MOST_WIDTH or any(len(event) > 1 for event in places.events)
     if not back or is_wide or values and (back > 1 or span > 1):
         return None
@@ -151,6 +168,34 @@ def _data(
         each = [sites[name] for name in names]
         if len(set(events)) == 1 and _is_uniform(each) and _can_be_stacked(held, each):
             yield held
+
+
+def _of_any_length(loops: Loops, parents: Parents) -> Loops:
+    """Returns loops that later calls may have with other steps; none if data do not follow the states step by step."""
+    states, *data = loops.parts
+    if not data:
+        return NO_LOOPS
+    steps = set(map(step_of, states.sites))
+    found = [states._replace(families=tuple(_events(states).items()))]
+    for held in data:
+        read = {name: parents[name] & set(states.sites) for name in held.sites}
+        shifts = {max(map(step_of, read[name])) - step_of(name) for name in held.sites}
+        shift = shifts.pop()
+        if shifts or not steps.issuperset(step_of(name) + shift for name in held.sites):
+            return NO_LOOPS
+        families = tuple(_events(held).items())
+        found.append(held._replace(families=families, shift=shift, reads=()).at(held.sites))
+    return Loops(tuple(found)) if all(map(_is_of_one_shape, found)) else NO_LOOPS
+
+
+def _is_of_one_shape(held: LoopSites) -> bool:
+    """Whether the sites of each family have one event shape."""
+    return len(set(zip(map(family_of, held.sites), held.events))) == len(held.families)
+
+
+def _events(held: LoopSites) -> dict[str, torch.Size]:
+    """Returns family of names -> event shape of its sites."""
+    return {family_of(name): event for name, event in zip(held.sites, held.events)}
 
 
 def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
@@ -186,9 +231,9 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
     return BayesNet(sites, forward, net.plate_sizes, net.nesting)
 
 
-def _is_state(site: Mapping[str, Any]) -> bool:
+def _is_state(site: Mapping[str, Any], learned: bool = False) -> bool:
     """Whether a site may be a state of a loop: Normal, or discrete with few values, and drawn by guides."""
-    if site["type"] != "sample" or site["is_observed"] or is_masked(site):
+    if site["type"] != "sample" or site["is_observed"] or is_masked(site) and not learned:
         return False
     if (site["infer"] or {}).get("enumerate") == "parallel":
         return False
@@ -200,7 +245,7 @@ def _families(names: Sequence[str], fewest: int = SHORTEST) -> dict[str, list[st
     """Returns names that differ in their last number, by what they share, if there are enough of them."""
     found = defaultdict(list)
     for name in names:
-        key = re.sub(r"\d+(?=\D*$)", "#", name)
+        key = family_of(name)
         if key != name:
             found[key].append(name)
     return {key: family for key, family in found.items() if len(family) >= fewest}

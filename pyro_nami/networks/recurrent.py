@@ -1,0 +1,196 @@
+"""What a recurrent network says of the states of a series, given the data from each step on.
+
+All run backward over the steps, in torch alone: a `BackwardGRU`, a `SeriesSummary` of fixed size, and
+`BackwardMessages`, one for each step. None has a weight whose number depends on the steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["BackwardGRU", "BackwardMessages", "SeriesSummary", "backward_sums"]
+
+# Natural logarithm of the precision of a message, relative to the unit, beyond which a step says no more; at ten times
+# as many, differences of numbers so large are lost to rounding.
+MAX_LOG_PRECISION = 12.0
+FIRST_FACTOR = (
+    2.5  # f = tanh(2.5) = 0.987 at first: near 1, as of random walks, where it still has a gradient
+)
+LEAST_SQUARE = 1e-4  # of standardized inputs, below which their size is taken for rounding
+LEAST = 1e-12  # precision, relative to the unit, of what has no data: such that a location of zero by zero is zero
+
+
+def backward_sums(terms: Tensor, decay: Tensor) -> Tensor:
+    """Returns ``sums[t] = terms[t] + decay[t] * sums[t + 1]`` along the first dim, in log2(steps) rounds.
+
+    Example:
+        >>> backward_sums(torch.ones(3), torch.full((3,), 0.5))
+        tensor([1.7500, 1.5000, 1.0000])
+    """
+    step = 1
+    while step < len(terms):
+        terms = torch.cat(
+            (torch.addcmul(terms[:-step], decay[:-step], terms[step:]), terms[-step:])
+        )
+        decay = torch.cat((decay[:-step] * decay[step:], decay[-step:]))
+        step *= 2
+    return terms
+
+
+class BackwardGRU(nn.Module):
+    """A gated recurrent unit that reads a series from its last step to its first.
+
+    Args:
+        num_inputs: of each step.
+        num_units: of its state, which is zero before the last step.
+        **factory: device and dtype of the parameters.
+
+    Example:
+        >>> gru = BackwardGRU(2, 3)
+        >>> x = torch.randn(5, 4, 2)
+        >>> short = gru(x[:2])
+        >>> torch.allclose(gru(x, torch.tensor([1, 1, 0, 0, 0]).bool()[:, None].expand(5, 4))[:2], short)
+        True
+    """
+
+    def __init__(self, num_inputs: int, num_units: int, **factory: Any) -> None:
+        super().__init__()
+        self.num_units = num_units
+        bound = num_units**-0.5  # as `nn.GRU` starts
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, **factory).uniform_(-bound, bound))
+
+        self.inputs_weight = parameter(3 * num_units, num_inputs)
+        self.state_weight = parameter(3 * num_units, num_units)
+        self.inputs_bias = parameter(3 * num_units)
+        self.state_bias = parameter(3 * num_units)
+
+    def forward(self, x: Tensor, exists: Tensor | None = None) -> Tensor:
+        """Returns the state at each step, ``(steps, rows, units)``, after the inputs of that step and all later ones.
+
+        Args:
+            x: inputs ``(steps, rows, inputs)``.
+            exists: which steps a row has, ``(steps, rows)``; the state passes by others as it is. None: all.
+        """
+        x = x.flip(0)
+        if exists is None:
+            return self._run(x).flip(0)
+        seen = exists.flip(0)
+        # the steps that exist come first, in their order
+        order = seen.to(torch.uint8).argsort(dim=0, descending=True, stable=True).unsqueeze(-1)
+        states = self._run(x.take_along_dim(order, 0))
+        states = torch.cat((torch.zeros_like(states[:1]), states))
+        return states.take_along_dim(seen.cumsum(0).unsqueeze(-1), 0).flip(0)
+
+    def _run(self, x: Tensor) -> Tensor:
+        weights: list[Tensor] = [self.inputs_weight, self.state_weight]
+        weights += [self.inputs_bias, self.state_bias]
+        start = x.new_zeros(1, x.shape[1], self.num_units)
+        return torch.gru(x, start, weights, True, 1, 0.0, False, False, False)[0]
+
+
+class SeriesSummary(nn.Module):
+    """Features of a whole series, of a fixed number.
+
+    They are a `BackwardGRU`'s first state, the mean over steps of a hidden layer after it, and, as these take long to
+    learn them, means and log mean squares of the inputs, and the log of the steps' number.
+
+    Args:
+        num_inputs: of each step.
+        num_units: of the unit's state; the hidden layer has twice as many.
+        **factory: device and dtype of the parameters.
+    """
+
+    def __init__(self, num_inputs: int, num_units: int, **factory: Any) -> None:
+        super().__init__()
+        self.num_features = 3 * num_units + 2 * num_inputs + 1
+        self.gru = BackwardGRU(num_inputs, num_units, **factory)
+        self.hidden = nn.Linear(num_units + num_inputs, 2 * num_units, **factory)
+
+    def forward(self, x: Tensor, exists: Tensor | None = None) -> Tensor:
+        """Returns the features ``(rows, features)``; arguments as of `BackwardGRU.forward`."""
+        states = self.gru(x, exists)
+        weight = torch.ones_like(x[..., :1]) if exists is None else exists.unsqueeze(-1).to(x)
+        count = weight.sum(0).clamp(min=1)
+        hidden = F.silu(self.hidden(torch.cat((states, x), -1)))
+        mean, square = (
+            (weight * each).sum(0) / count for each in (torch.cat((hidden, x), -1), x.square())
+        )
+        return torch.cat((states[0], mean, (square + LEAST_SQUARE).log(), count.log()), -1)
+
+
+class BackwardMessages(nn.Module):
+    """What data from each step on say of the elements of that step's state: Normal potentials, or logits.
+
+    A Normal potential has location m and precision l of weighted sums over later steps::
+
+        l[t] = exp(a[t]) + c[t] f[t]^2 l[t + 1],   l m[t] = exp(a[t]) u[t] + c[t] f[t] l m[t + 1],
+
+    with u linear in the data of a step, and a, c between 0 and 1, and f between -1 and 1 functions of a `BackwardGRU`'s
+    state. Kalman's backward recursion for an autoregression with coefficient f is of that form; so locations follow
+    data however far out these are. A further output is added to m, and another to log l; they are zero at first. Logits
+    are outputs themselves.
+
+    Args:
+        num_data: features of a step's data that u is linear in; 0 for logits.
+        num_inputs: of a step to the network.
+        num_units: of the unit's state, and of a hidden layer after it.
+        num_outputs: elements of a step's state, or logits.
+        **factory: device and dtype of the parameters.
+    """
+
+    def __init__(
+        self, num_data: int, num_inputs: int, num_units: int, num_outputs: int, **factory: Any
+    ) -> None:
+        super().__init__()
+        self.is_normal, self.num_outputs = num_data > 0, num_outputs
+        self.gru = BackwardGRU(num_inputs, num_units, **factory)
+        self.hidden = nn.Linear(num_units + num_inputs, num_units, **factory)
+        self.output = nn.Linear(num_units, num_outputs * (5 if self.is_normal else 1), **factory)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+        if self.is_normal:
+            self.location = nn.Linear(num_data, num_outputs, **factory)
+            nn.init.zeros_(self.location.weight)
+            nn.init.zeros_(self.location.bias)
+
+    @torch.no_grad()
+    def start(self, slope: Tensor, log_precision: Tensor) -> None:
+        """Has u begin as a regression with slope ``(elements, data)`` and log precision a ``(elements,)``."""
+        self.location.weight.copy_(slope)
+        self.output.bias[: self.num_outputs] = log_precision
+
+    def forward(
+        self, data: Tensor, inputs: Tensor, seen: Tensor, exists: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Returns locations and log precisions, or logits, each ``(steps, rows, outputs)``.
+
+        Args:
+            data: what u is linear in, ``(steps, rows, data)``.
+            inputs: of the network, ``(steps, rows, inputs)``.
+            seen: which steps have data, ``(steps, rows)``.
+            exists: which steps a row has, see `BackwardGRU.forward`.
+        """
+        states = self.gru(inputs, exists)
+        hidden = F.silu(self.hidden(torch.cat((states, inputs), -1)))
+        output = self.output(hidden)
+        if not self.is_normal:
+            return output
+        log_weight, decay, factor, shift, more = output.chunk(5, -1)
+        limit = MAX_LOG_PRECISION
+        weight = log_weight.clamp(-limit, limit).exp() * seen.unsqueeze(-1)
+        decay, factor = decay.sigmoid(), (FIRST_FACTOR + factor).tanh()
+        if exists is not None:
+            there = exists.unsqueeze(-1)
+            weight = weight * there
+            decay, factor = (torch.where(there, part, 1.0) for part in (decay, factor))
+        both = torch.cat((weight * self.location(data), weight), -1)
+        both = backward_sums(both, torch.cat((decay * factor, decay * factor.square()), -1))
+        force, precision = both.chunk(2, -1)
+        precision = precision + LEAST
+        return force / precision + shift, (precision.log() + more).clamp(-3 * limit, limit)
