@@ -28,8 +28,8 @@ from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
 from pyro_nami.guide.series import (
     NotASeriesError,
-    changes_by_step,
     make_series_network,
+    reads_inputs,
     summaries,
 )
 from pyro_nami.messages import quoted, warn
@@ -41,6 +41,7 @@ from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.parameters.group_network import TooLargeError
 from pyro_nami.parameters.inverse_network import InverseNetwork, as_pyro_module
 from pyro_nami.parameters.network_state import NetworkState
+from pyro_nami.parameters.series import SeriesNetwork
 from pyro_nami.program.isolation import random_layers, untouched
 from pyro_nami.program.masks import log_density_of
 from pyro_nami.program.plate_dims import own_dims
@@ -149,7 +150,7 @@ def _of_series(first: FirstCall) -> Assembled | None:
         return None
     if not first.options.simulated and first.plates.partial.isdisjoint(first.frames[states]):
         return None
-    if changes_by_step(first):
+    if reads_inputs(first):
         return None
     try:
         return _found_beside(first, {})
@@ -288,21 +289,8 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         )
 
     varying = options.mode is None and bool(plan.semi_observed)
-    standard, series = _standard(first, plan), None
-    if plan.series is not None:
-        summarized = plan.series.data[0]
-        is_read = any(
-            summarized in nodes_of(source)
-            for rule in plan.learned.values()
-            for source in rule.factor.sources
-        )
-        widths = {node: len(shift) for node, (shift, _) in standard.items()}
-        series = make_series_network(
-            first, plan.series, widths, is_read, plan.learns, as_pyro_module, plan.factory
-        )
-        if is_read:
-            rows = summaries(first, plan.series, series)
-            standard[summarized] = _standardization(rows, plan.factory)
+    standard = _standard(first, plan)
+    series = None if plan.series is None else _series(first, plan, standard)
     network = InverseNetwork(
         [*plan.bounds.values(), *(rule.factor for rule in plan.learned.values())],
         standard,
@@ -337,6 +325,24 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
     ]
     network.set_initial(network.starts[0])
     return network
+
+
+def _series(
+    first: FirstCall, plan: Plan, standard: dict[Hashable, tuple[Tensor, Tensor]]
+) -> SeriesNetwork:
+    """Returns the networks of a series; adds how its summary is standardized, if some factor reads that."""
+    assert plan.series is not None
+    summarized = plan.series.data[0]
+    sources = [source for rule in plan.learned.values() for source in rule.factor.sources]
+    is_read = any(summarized in nodes_of(source) for source in sources)
+    widths = {node: len(shift) for node, (shift, _) in standard.items()}
+    series = make_series_network(
+        first, plan.series, widths, is_read, plan.learns, as_pyro_module, plan.factory
+    )
+    if is_read:
+        rows = summaries(first, plan.series, series)
+        standard[summarized] = _standardization(rows, plan.factory)
+    return series
 
 
 def _positions(plan: Plan) -> list[Hashable]:

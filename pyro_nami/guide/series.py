@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import pyro
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pyro_nami.factors.potentials import NormalPotential
 from pyro_nami.factors.registry import features_of
@@ -36,20 +39,22 @@ from pyro_nami.parameters.series import SeriesInputs, SeriesNetwork, SeriesSizes
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.loops import Loops, LoopSites, family_of, step_of
 from pyro_nami.program.masks import unmasked
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
 __all__ = [
     "NotASeriesError",
     "SeriesPlan",
-    "changes_by_step",
     "make_series_network",
     "plan_series",
     "potentials_of",
+    "reads_inputs",
     "series_inputs",
     "summaries",
 ]
 
 RIDGE = 1e-3  # added to the variances of standardized data in the regression that messages start at
+OTHER = 0.7  # times one more are numbers among the arguments, to see whether sites read them
 LEAST_LEFT = 0.1  # share of a state's spread that the regression leaves at least, as draws are few
 
 
@@ -120,25 +125,52 @@ def plan_series(first: FirstCall, reads: Mapping[Any, Read], plates: Plates) -> 
     return SeriesPlan(states.name, tuple(held.name for held in data), encodings, sources, nesting)
 
 
-def changes_by_step(first: FirstCall) -> bool:
-    """Whether steps of a loop differ where all states are alike: they read inputs, or data of steps before.
+def reads_inputs(first: FirstCall) -> bool:
+    """Whether sites of a loop read more than states and latents: a step's number, data of other steps, other arguments.
 
-    Messages say nothing of these, which the networks do not read.
+    Networks do not, so that messages would be wrong at other inputs. Steps are compared where all states are alike,
+    and with a run at other numbers among the arguments.
     """
     states, *data = first.program.loops.parts
     known = {**first.draws[0], states.name: torch.zeros_like(first.nodes[states.name]["value"])}
-    runner = Runner(known, broadcast=True)
-    with forked_rng():
-        first.program.play(runner)
+    here, there = _sites_at(first.program, known), None
+    for changed in (_changed, _changed_but_masks):
+        args, kwargs = tree_map(changed, (first.program.args, dict(first.program.kwargs)))
+        with suppress(Exception):  # whatever a model does at other arguments
+            there = there or _sites_at(first.program._replace(args=args, kwargs=kwargs), known)
+    if there is None:
+        return True
     for held in (states, *data):
-        # the first steps may have no states before
         for family in {family_of(site): None for site in held.sites}:
+            # the first steps may have no states before
             sites = [site for site in held.sites if family_of(site) == family][states.back :]
-            value = runner.sites[sites[-1]]["value"] if sites else None
-            found = [unmasked(runner.sites[site]["fn"]).log_prob(value) for site in sites]
-            if any(not torch.allclose(each, found[0], rtol=1e-3, atol=1e-4) for each in found):
+            if not sites:
+                continue
+            value, logs = here[sites[0]]["value"], []
+            for found in (here, there):
+                logs += [unmasked(found[site]["fn"]).log_prob(value) for site in sites]
+            if any(not torch.allclose(each, logs[0], rtol=1e-3, atol=1e-4) for each in logs):
                 return True
     return False
+
+
+def _sites_at(program: Program, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the sites of a run, those of loops by themselves."""
+    runner = Runner(dict(values), broadcast=True)
+    with forked_rng(), pyro.validation_enabled(False):
+        program.play(runner)
+    return runner.sites
+
+
+def _changed(leaf: Any) -> Any:
+    """Returns another number, or tensor, of the same kind; integers stay, which may count steps."""
+    is_real = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return OTHER * (1 + leaf) if is_real or isinstance(leaf, float) else leaf
+
+
+def _changed_but_masks(leaf: Any) -> Any:
+    is_mask = isinstance(leaf, Tensor) and bool(((leaf == 0) | (leaf == 1)).all())
+    return leaf if is_mask else _changed(leaf)
 
 
 @functools.lru_cache(maxsize=64)  # lengths that calls have in turn; others are found anew

@@ -129,9 +129,9 @@ class InverseNetwork(TrainedNetworks):
         self.places: dict[Any, PlacedFactor] = {}
         for group in groups:
             self.places.update(group.places)
-        sequential = frozenset(factor.name for factor in factors if factor.sequential)
-        self.read = sequential.union(*(nodes_of(s) for factor in factors for s in factor.sources))
-        self.read = self.read.union(series_reads)
+        sequential = {factor.name for factor in factors if factor.sequential}
+        read = [nodes_of(source) for factor in factors for source in factor.sources]
+        self.read = frozenset(sequential.union(series_reads, *read))
         self._keep_standard(standard)
         parts = {
             "encoders": encoders.values(),
@@ -146,8 +146,7 @@ class InverseNetwork(TrainedNetworks):
         units = {each.name: coupling_units(each.num_elements, self.like) for each in coupled}
         rest = None if simulated else COUPLING_REST
         self.couplings = FreeParameters("coupling", units, rest=rest)
-        self.series = series
-        self.has_weights = bool(factors) or series is not None
+        self.series, self.has_weights = series, bool(factors) or series is not None
         if not self.has_weights:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
         # The modules once more, as every attribute of a PyroModule that is one takes a while to read.

@@ -374,3 +374,49 @@ def test_a_datum_that_no_step_has_reads_the_loop_site_by_site():
     guide = AutoNaMIGuide(model, mode="amortized")
     guide(walks(1, 9)[0])
     assert "z_0" in guide.rules
+
+
+def with_inputs(y, x):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z + x[t], 0.5), obs=y[t])
+
+
+def by_step(y, _):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z + 0.3 * (t % 4), 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z, 0.5), obs=y[t])
+
+
+def fed_back(y, _):
+    z, before = torch.zeros(()), torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, 0.5))
+        before = pyro.sample(f"y_{t}", dist.Normal(z + 0.9 * before, 0.5), obs=y[t])
+
+
+def with_noise(y, noise):
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(z, noise), obs=y[t])
+
+
+@pytest.mark.parametrize(
+    ("model", "argument"),
+    [
+        (with_inputs, torch.linspace(-1.0, 1.0, 9)),
+        (with_inputs, torch.zeros(9)),
+        (by_step, None),
+        (fed_back, None),
+        (with_noise, 1.0),
+        (with_noise, torch.tensor(0.4)),
+    ],
+)
+def test_what_messages_do_not_read_is_read_site_by_site(model, argument):
+    guide = AutoNaMIGuide(model, mode="amortized")
+    guide(torch.randn(9), argument)
+    assert not guide._plan.loops.parts
+    assert {note.rule for note in guide.rules.values()} == {"exact"}
