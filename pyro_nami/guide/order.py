@@ -111,9 +111,8 @@ def search_forms(first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str,
     is_free = options.inverse == "auto" and options.blocks is None
     block = finder.block() if finder and is_free else []
     candidates: list[Sequence[Sequence[str]]] = [block]
-    if (
-        first.program.loops.is_learned
-    ):  # states are drawn in a run of the model, and so all latents are
+    if first.program.loops.is_learned:
+        # states are drawn in a run of the model, and so all latents are
         candidates = [[[name] for name in reversed([*first.nodes]) if name in first.net.latent]]
     if block:
         # If the latents that are left come in another order than the program's, they are taken one by one.

@@ -304,7 +304,7 @@ def make_series_network(
     if not states.values:
         own = len(features) - sum(map(len, draws))
         x = torch.where(seen > 0, torch.addcmul(shift, features, scale), 0.0)[own:]
-        start = _at_regression(start, x, torch.cat([*draws]).to(features) if draws else x[:, :0])
+        start = _at_regression(start, x, torch.cat(draws).to(features) if draws else x[:, :0])
         fn: Any = innermost(first.nodes[states.name]["fn"])
         unit = _by_step(fn.scale, layout).reshape(-1, number).nanmedian(0).values
         start = start._replace(unit=unit.to(features))
@@ -402,9 +402,8 @@ def _at_regression(start: SeriesStart, x: Tensor, z: Tensor) -> SeriesStart:
             x.shape[-1], dtype=design.dtype, device=x.device
         )
         found = torch.linalg.solve(gram, design.mT @ goal)
-        free = (
-            len(goal) - x.shape[-1]
-        )  # without it the residuals of many features would tell too little
+        # degrees of freedom, without which residuals of many features would tell too little
+        free = len(goal) - x.shape[-1]
         residual = ((goal - design @ found).square().sum() / free).sqrt()
         if residual < 1:
             slope[e], left[e] = found.to(x), residual.clamp(min=LEAST_LEFT).to(x)

@@ -17,9 +17,8 @@ __all__ = ["BackwardGRU", "BackwardMessages", "SeriesSummary", "backward_sums"]
 # Natural logarithm of the precision of a message, relative to the unit, beyond which a step says no more; at ten times
 # as many, differences of numbers so large are lost to rounding.
 MAX_LOG_PRECISION = 12.0
-FIRST_FACTOR = (
-    2.5  # f = tanh(2.5) = 0.987 at first: near 1, as of random walks, where it still has a gradient
-)
+# f = tanh(2.5) = 0.987 at first: near 1, as of random walks, where it still has a gradient
+FIRST_FACTOR = 2.5
 LEAST_SQUARE = 1e-4  # of standardized inputs, below which their size is taken for rounding
 LEAST = 1e-12  # precision, relative to the unit, of what has no data: such that a location of zero by zero is zero
 
