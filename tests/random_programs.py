@@ -747,7 +747,6 @@ def _options(draw: random.Random, program: Program) -> dict[str, Any]:
         "anchor": [False],
         "exact": [False],
         "evidence": [False],
-        "covariates": [None],
         "pooling": ["attention"],
         "init_scale": [0.5],
     }

@@ -58,6 +58,9 @@ ENOUGH_ROWS = 5
 # Operations of a run, from which no forms are tried first. Loops of 100 steps have more; programs of posteriordb have
 # at most 170. An ARMA(1, 1) of 200 steps takes `fit` 1.4 s in place of 8.2, a GARCH(1, 1) 2.5 s in place of 6.3.
 LONG_RUN = 500
+# Steps of a loop from which its states are learned in a guide for any data, though each may have a derived conditional:
+# one by one 25 take 2 s, 50 take 4 and 100 take 13.
+SHORTEST_LEARNED = 32
 FEW_NUMBERS = 12  # of a model whose mode, and a bent Normal about it, some 40 runs find
 
 
@@ -92,9 +95,15 @@ def assemble(
         lifted = learned or _may_lift(options)
         first = first_call(program, options, subsampled, layers, lifted=lifted, learned=learned)
         if first.program.loops.is_learned:
-            if found := _of_series(first):
-                return found
-            first = first_call(program, options, subsampled, layers, lifted=False)
+            series = first
+            (states,) = series.program.loops.states.values()
+            is_short = len(states.sites) < SHORTEST_LEARNED
+            if is_short:
+                first = first_call(program, options, subsampled, layers, lifted=False)
+            if not (is_short and _has_forms(first, states.sites)):
+                if found := _of_series(series):
+                    return found
+                first = first_call(program, options, subsampled, layers, lifted=False)
         found = _found(first)
         if found is None:
             first = first_call(program, options, subsampled, layers, lifted=False)
@@ -119,6 +128,11 @@ def assemble(
                 f"there were one; give '{name}' a proper prior."
             )
         return found
+
+
+def _has_forms(first: FirstCall, names: Collection[str]) -> bool:
+    """Whether latents of the model have derived conditionals."""
+    return search_forms(first, {}, {}).order.groups.keys() >= set(names)
 
 
 def _may_lift(options: Options) -> bool:

@@ -163,10 +163,11 @@ class Simulator:
             sites = self.sites(Extent(contexts=(params,)), choose=note)
             self.nesting = plate_nesting(sites.values())
             self.single = {n: site for n, site in sites.items() if not site_is_factor(site)}
-            self.loops = loop_families(self.single)
             given = set(observed_names(observed))
             self.observed = tuple(name for name in self.single if name in {*self.data, *given})
             self.latent = tuple(name for name in self.single if name not in self.observed)
+            both = {*map(family_of, self.observed)} & {*map(family_of, self.latent)}
+            self.loops = loop_families(self.single) - both
             self._check_sites(sites, given)
             target, reason = run_for_many(
                 self.target, lambda target: self._of(target.program)._difference(sites)

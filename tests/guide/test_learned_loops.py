@@ -17,12 +17,20 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import ClippedAdam
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation
+from pyro_nami.guide import build
 
 STEP, NOISE = 0.5, 0.7  # scales of a local level
 STAY = torch.tensor([[0.9, 0.1], [0.2, 0.8]])  # transitions of a hidden Markov model
 MEANS = torch.tensor([-1.0, 1.0])
 TOLERANCE = 0.02  # nats a step, as issue 67 asks
 SERIES = 200
+
+
+@pytest.fixture(autouse=True)
+def learned_from_the_first_steps(request, monkeypatch):
+    """Lets short loops, which take little time, be learned as long ones are."""
+    if "short" not in request.node.name:
+        monkeypatch.setattr(build, "SHORTEST_LEARNED", 1)
 
 
 def level(steps):
@@ -420,3 +428,10 @@ def test_what_messages_do_not_read_is_read_site_by_site(model, argument):
     guide(torch.randn(9), argument)
     assert not guide._plan.loops.parts
     assert {note.rule for note in guide.rules.values()} == {"exact"}
+
+
+@pytest.mark.parametrize(("steps", "rules"), [(12, {"exact"}), (40, {"learned"})])
+def test_short_loops_stay_derived(steps, rules):
+    guide = AutoNaMIGuide(level, mode="amortized", observed=[f"y_{t}" for t in range(steps)])
+    guide(steps, observations={f"y_{t}": torch.zeros(()) for t in range(steps)})
+    assert {note.rule for note in guide.rules.values()} == rules
