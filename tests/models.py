@@ -646,3 +646,11 @@ def slopes_of(heights):
         return height.detach(), torch.autograd.grad(height.sum(), points)[0]
 
     return slopes
+
+
+def robust_walk(y):
+    step, noise = (pyro.sample(name, dist.HalfNormal(0.5)) for name in ("step", "noise"))
+    z = torch.zeros(())
+    for t in range(len(y)):
+        z = pyro.sample(f"z_{t}", dist.Normal(z, step))
+        pyro.sample(f"y_{t}", dist.StudentT(4.0, z, noise), obs=y[t])

@@ -170,10 +170,13 @@ class Refutation:
         def run(expansion: Any) -> Mapping[str, Any]:
             return expansion.sites(self.run, drawn)
 
-        states = self._about(group)()
-        states, sites = solved(states, run(states), run)
-        found: str = states.several_modes(sites, run)
-        return found
+        try:
+            states: Any = self._about(group)()
+            states, sites = solved(states, run(states), run)
+            found: str = states.several_modes(sites, run)
+            return found
+        except Exception as error:  # noqa: BLE001  whatever a model does at values far out
+            return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
 
     def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
         """Returns the flaw that the model has with other parameters, which may be zero as yet and will be learned."""

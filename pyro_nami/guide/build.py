@@ -97,7 +97,7 @@ def assemble(
         if first.program.loops.is_learned:
             series = first
             (states,) = series.program.loops.states.values()
-            is_short = len(states.sites) < SHORTEST_LEARNED
+            is_short = options.exact and len(states.sites) < SHORTEST_LEARNED
             if is_short:
                 first = first_call(program, options, subsampled, layers, lifted=False)
             if not (is_short and _has_forms(first, states.sites)):
@@ -138,14 +138,15 @@ def _has_forms(first: FirstCall, names: Collection[str]) -> bool:
 def _may_lift(options: Options) -> bool:
     """Whether the sites of a loop may be held as one: by default options, in a guide for one data set."""
     is_fixed = options.mode in (None, Mode.FIXED)
-    return is_fixed and _is_plain(options) and not (options.observed or options.families)
+    named = options.observed or options.families
+    return is_fixed and _is_plain(options) and options.exact and not named
 
 
 def _is_plain(options: Options) -> bool:
     """Whether a guide has default options, as far as they say how latents depend on each other."""
     is_free = options.inverse == "auto" and options.blocks is None
     named = options.embeddings or options.rules
-    return is_free and options.exact and options.anchor and not named
+    return is_free and options.anchor and not named
 
 
 def _may_learn_loops(options: Options) -> bool:
@@ -184,7 +185,8 @@ def _found_in_loops(first: FirstCall) -> Assembled | None:
     }
     for group, kept in itertools.product(located, found.tables.values()):
         # which is nearer to the posterior than the draws that forms were tested at
-        draw = {**first.draws[0], **{name: both[0] for name, both in kept.values.items()}}
+        near = {name: found.plan.first_of(name, both) for name, both in kept.values.items()}
+        draw = {**first.draws[0], **near}
         if search.finder.tests.several_modes(group, draw):
             return None
     return found

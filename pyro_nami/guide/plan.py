@@ -21,7 +21,7 @@ from pyro_nami.guide.rules import Learned, LearnedStates, Rule, RuleNote
 from pyro_nami.guide.series import SeriesPlan
 from pyro_nami.parameters.conditioning import Plates, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
-from pyro_nami.program.loops import NO_LOOPS, Loops
+from pyro_nami.program.loops import NO_LOOPS, Loops, family_of
 from pyro_nami.program.runner import Values
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.covariates import MASK
@@ -252,15 +252,22 @@ def new_site(name: str) -> str:
     """Returns the message for a site that the guide's first call did not have."""
     return (
         f"Expected the sites of the guide's first call; got a new site '{name}'. A guide's structure is fixed at its "
-        "first call: make a new guide, and its first call with all sites that there may be."
+        f"first call: make a new guide, and its first call with all sites that there may be.{_of_loops(name)}"
     )
+
+
+def _of_loops(name: str) -> str:
+    """Returns how a guide takes loops of any length, where a name may be that of a step."""
+    if family_of(name) == name:
+        return ""
+    return " For loops of any length make a guide with mode='amortized' and exact=False, which learns their states."
 
 
 def missing_site(name: str) -> str:
     """Returns the message for a site of the guide's first call that a call lacks."""
     return (
         f"Expected the sites of the guide's first call; this call lacks '{name}'. A guide's structure is fixed at its "
-        "first call: make a new guide, or sample the site in every call."
+        f"first call: make a new guide, or sample the site in every call.{_of_loops(name)}"
     )
 
 

@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import scipy.stats
 import torch
-from models import eight_schools, eight_schools_data
+from models import eight_schools, eight_schools_data, robust_walk
 from pyro.distributions import constraints
 
 from pyro_nami import Interrupted, Posterior, fit
@@ -301,14 +301,6 @@ def test_a_long_loop_takes_few_runs():
     evidence = dist.MultivariateNormal(torch.zeros(150).double(), covariance)
     expected = evidence.log_prob(torch.tensor(y[1:]).double())
     assert float(posterior.log_evidence) == pytest.approx(float(expected), abs=0.01)
-
-
-def robust_walk(y):
-    step, noise = (pyro.sample(name, dist.HalfNormal(0.5)) for name in ("step", "noise"))
-    z = torch.zeros(())
-    for t in range(len(y)):
-        z = pyro.sample(f"z_{t}", dist.Normal(z, step))
-        pyro.sample(f"y_{t}", dist.StudentT(4.0, z, noise), obs=y[t])
 
 
 def by_a_filter(y):

@@ -435,3 +435,17 @@ def test_short_loops_stay_derived(steps, rules):
     guide = AutoNaMIGuide(level, mode="amortized", observed=[f"y_{t}" for t in range(steps)])
     guide(steps, observations={f"y_{t}": torch.zeros(()) for t in range(steps)})
     assert {note.rule for note in guide.rules.values()} == rules
+
+
+def test_short_loops_of_any_length_are_learned_where_asked():
+    guide = AutoNaMIGuide(of_data, mode="amortized", exact=False)
+    for steps in (10, 7, 15):
+        assert guide(walks(1, steps)[0])[f"z_{steps - 1}"].isfinite()
+    assert guide.rules["z[time]"].rule == "learned"
+
+
+def test_short_loops_of_another_length_are_told_the_way_out():
+    guide = AutoNaMIGuide(of_data, mode="amortized")
+    guide(walks(1, 10)[0])
+    with pytest.warns(UserWarning, match="exact=False"):
+        guide(walks(1, 12)[0])

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import robust_walk
 from pyro import poutine
 from pyro.infer import SVI, Importance, JitTrace_ELBO, Predictive, Trace_ELBO
 from pyro.optim import Adam
@@ -252,21 +253,13 @@ def test_counts_are_near_their_posterior_and_networks_do_not_grow():
     assert spread < 0.5  # nats; about the mode alone it is 0.8
 
 
-def narrow(y):
-    step, noise = (pyro.sample(name, dist.HalfNormal(0.5)) for name in ("step", "noise"))
-    z = torch.zeros(())
-    for t in range(len(y)):
-        z = pyro.sample(f"z_{t}", dist.Normal(z, step))
-        pyro.sample(f"y_{t}", dist.StudentT(4.0, z, noise), obs=y[t])
-
-
 def test_curvatures_that_leave_no_normal_are_cut():
     """Averaged over states, heavy tails of small scales curve upwards by more than the prior holds."""
     torch.manual_seed(1)
     y = (0.3 * torch.randn(16)).cumsum(0) + 0.3 * dist.StudentT(4.0).sample((16,))
-    guide = AutoNaMIGuide(narrow)
+    guide = AutoNaMIGuide(robust_walk)
     pyro.set_rng_seed(0)
-    draws = importance_sample(narrow, guide, y, num_samples=1000)
+    draws = importance_sample(robust_walk, guide, y, num_samples=1000)
     assert guide.rules["z[time]"].rule == "newton"
     assert bool(draws.log_weights.isfinite().all())
 
@@ -456,6 +449,24 @@ def test_a_population_that_saturates_against_a_filter_on_a_grid():
     assert float(found.log_evidence) == pytest.approx(float(evidence), abs=0.05)
 
 
+def test_saturating_populations_in_a_plate_share_a_step():
+    def lakes(y):
+        step = pyro.sample("step", dist.HalfNormal(0.3))
+        with pyro.plate("lake", 2):
+            z = torch.zeros(2)
+            for t in range(8):
+                z = pyro.sample(f"z_{t}", dist.Normal(z + 0.4 * (1 - z.exp() / 3), step))
+                pyro.sample(f"y_{t}", dist.StudentT(5.0, z, 0.2), obs=y[t])
+
+    torch.manual_seed(0)
+    y = (torch.arange(8.0)[:, None] / 4).tanh() + 0.2 * torch.randn(8, 2)
+    guide = AutoNaMIGuide(lakes)
+    pyro.set_rng_seed(0)
+    found = importance_sample(lakes, guide, y, num_samples=1000)
+    assert guide.rules["z[time]"].rule == "newton"
+    assert float(found.effective_sample_size) > 500
+
+
 def prey(y):
     z = torch.tensor([0.5, 0.5])
     for t in range(len(y)):
@@ -609,19 +620,21 @@ def test_coupled_discrete_states_are_read_site_by_site():
         guide(torch.randn(9, 2))
 
 
-def test_minibatches_of_a_plate_of_series():
-    def model(y):
-        step = pyro.sample("step", dist.HalfNormal(1.0))
-        with pyro.plate("series", len(y)):
-            z = torch.zeros(())
-            for t in range(8):
-                z = pyro.sample(f"z_{t}", dist.Normal(z, step))
-                pyro.sample(f"y_{t}", dist.Normal(z, 0.5), obs=y[:, t])
+def panel(y):
+    """Series ``(series, 8)`` in a plate, with a step that they share."""
+    step = pyro.sample("step", dist.HalfNormal(1.0))
+    with pyro.plate("series", len(y)):
+        z = torch.zeros(())
+        for t in range(8):
+            z = pyro.sample(f"z_{t}", dist.Normal(z, step))
+            pyro.sample(f"y_{t}", dist.Normal(z, 0.5), obs=y[:, t])
 
+
+def test_minibatches_of_a_plate_of_series():
     torch.manual_seed(0)
     pyro.clear_param_store()
-    guide = AutoNaMIGuide(model)
-    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    guide = AutoNaMIGuide(panel)
+    svi = SVI(panel, guide, Adam({"lr": 0.01}), Trace_ELBO())
     for _ in range(6):
         svi.step(torch.randn(4, 8).cumsum(1))
     assert guide.mode == "minibatches"
@@ -699,22 +712,14 @@ def test_a_state_without_a_way_on_has_a_gradient():
 
 
 def test_another_number_of_series_after_training():
-    def model(y):
-        step = pyro.sample("step", dist.HalfNormal(1.0))
-        with pyro.plate("series", y.shape[0]):
-            z = torch.zeros(())
-            for t in range(8):
-                z = pyro.sample(f"z_{t}", dist.Normal(z, step))
-                pyro.sample(f"y_{t}", dist.Normal(z, 0.5), obs=y[:, t])
-
     torch.manual_seed(0)
     pyro.clear_param_store()
-    guide = AutoNaMIGuide(model)
-    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    guide = AutoNaMIGuide(panel)
+    svi = SVI(panel, guide, Adam({"lr": 0.01}), Trace_ELBO())
     y = torch.randn(4, 8).cumsum(1)
     for _ in range(2):
         svi.step(y)
     with pytest.warns(UserWarning, match="plate 'series' has 3 instances, 4 in training"):
-        found = Predictive(model, guide=guide, num_samples=5)(y[:3] + 50)
+        found = Predictive(panel, guide=guide, num_samples=5)(y[:3] + 50)
     assert found["z_7"].shape == (5, 3)
     assert found["z_7"].abs().max() < 20  # from the prior, as other plates, not from these data
