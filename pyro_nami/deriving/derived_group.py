@@ -9,7 +9,7 @@ from typing import NamedTuple
 __all__ = ["ConjugateGroup"]
 
 # Forms of states of a loop that are approximations about a mode.
-LOCATED_STATES = ("states about a mode", "states nearest", "states of curves")
+LOCATED_STATES = ("states about a mode", "states nearest", "states nonlinear")
 
 
 class ConjugateGroup(NamedTuple):
@@ -22,8 +22,8 @@ class ConjugateGroup(NamedTuple):
             "Newton" for one whose density is concave, "quadrature" for one with one or two elements of that kind,
             "marginal" for what comes first on a grid, with all others integrated out, "rough grid" where that is
             off, "collapsed" for the same about its mode, "Bernoulli" for binary ones by bounds, "states" for those of a
-            loop, "states about a mode", "states nearest" for the Normal nearest to their posterior, "states of
-            curves" for those about a mode that are not linear in states before, or "states enumerated".
+            loop, "states about a mode", "states nearest" for the Normal nearest to their posterior, "states
+            nonlinear" for those about a mode that are not linear in states before, or "states enumerated".
         bound: what stands for the likelihood of children that have one: "" for nothing, "bounded" for a bound (see
             `pyro_nami.factors.bounds`) whose parameters networks give, "bound" for the tightest.
         depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance

@@ -37,7 +37,7 @@ from pyro_nami.factors.wrappers import base_of
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
 
-__all__ = ["NEAREST_POINTS", "NearestStates", "StatesAboutMode", "StatesOfCurves"]
+__all__ = ["NEAREST_POINTS", "NearestStates", "StatesAboutMode", "NonlinearStates"]
 
 # Points of each state, and rounds, by which the nearest Normal is found from the one about the mode: of 4,000 draws of
 # 400 volatilities 2,200 count then, 170 without; seven points and six rounds are as good.
@@ -54,7 +54,7 @@ LOOKED_AT, JUMP, MOST_ODD = 100, 0.1, 2
 # How far apart two searches may end, in deviations, that have found one mode: they leave some 0.01 nats to be gained.
 MOST_APART = 0.3
 # Nats below the mode at which another one, or a search that has found none, is of no matter.
-LOST = 10.0
+NEGLIGIBLE = 10.0
 # Share that a step to a mode is cut to where it led down; halves take twice as many runs, tenths waste good ones.
 SHORTER = 0.25
 
@@ -68,8 +68,10 @@ class _ModeStep(NamedTuple):
     length: Tensor  # the share; 0 where the mode is found
 
 
-class _Rows(NamedTuple):
-    """Rows of data, or of states given those before, in intervals between values of the states.
+class _RowGains(NamedTuple):
+    """What the log densities of rows gain from one value of the states to the next, beside their slopes.
+
+    A row is a step of the data, or a state given the states before it.
 
     Attributes:
         gains: of the log density in each interval, in nats, ``(intervals, *batch, rows)``.
@@ -153,17 +155,17 @@ class StatesAboutMode(LoopStates):
         )
 
     def flaw_nearby(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
-        """Returns in what data differ from their expansion near the mode, or states from theirs; "" if in nothing."""
+        """Returns how data, or states, differ from their expansions near the mode; "" if they do not."""
         flaw = self.differs(sites, run, (NEARBY,), share=NEARBY)
         return flaw or self.differs(sites, run, PROBED_AT, [self.first])
 
     def several_modes(
         self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]
     ) -> str:
-        """Returns why the states may have several modes, of which draws would show one; "" if they have one.
+        """Returns why the posterior of the states may have several modes; "" if it has one.
 
-        Concave log densities have one mode together. Others, of one mode each, may have several: searches from states
-        over the width of the prior tell.
+        A sum of concave log densities has one mode. A sum of others may have several, though each has one: then
+        searches begin at states over the width of the prior.
 
         Args:
             sites: of the run that the expansion is of.
@@ -196,7 +198,7 @@ class StatesAboutMode(LoopStates):
         others, there = solved(others, run(others), run)
         apart = ((others.mean() - mean) / self.deviations()).abs()
         is_elsewhere = self._of_sets((apart > MOST_APART).any(-1).double()) > 0
-        counts = others._height(there) > self._height(sites) - LOST
+        counts = others._height(there) > self._height(sites) - NEGLIGIBLE
         if bool((is_elsewhere & counts).any()):
             return "searches for the mode of the states end at several"
         return ""
@@ -204,9 +206,9 @@ class StatesAboutMode(LoopStates):
     def _is_smooth(
         self, run: Callable[[Any], Mapping[str, Any]], low: Tensor, high: Tensor
     ) -> bool:
-        """Whether the density of each row gains what its slopes say, as all states go from one value to another.
+        """Whether the log density of each row gains what its slopes say, between two values of the states.
 
-        A closer look tells a narrow peak from a jump, of rows that read one state.
+        Where it does not, a second look at the interval tells a narrow peak from a jump, for rows that read one state.
         """
         for is_last in (False, True):
             odd = torch.zeros((LOOKED_AT, *low.shape), dtype=torch.bool, device=low.device)
@@ -228,8 +230,8 @@ class StatesAboutMode(LoopStates):
 
     def _rows_between(
         self, run: Callable[[Any], Mapping[str, Any]], low: Tensor, high: Tensor, count: int
-    ) -> Iterator[_Rows]:
-        """Yields the gains of rows in so many intervals, in which all states go from one value to another."""
+    ) -> Iterator[_RowGains]:
+        """Yields the gains of rows in ``count`` equal intervals between two values of the states."""
         way = (high - low) / count
         share = torch.arange(1.0 + count).to(low).reshape(-1, *(1,) * low.dim())
         states = self.given((low + share * way).to(self.values[self.first]), len(share))
@@ -241,7 +243,7 @@ class StatesAboutMode(LoopStates):
             heights, rounding = rows[name]
             slopes = _along(density, states.values[self.first], way)
             reads = None if name == self.first else self.reads(site)
-            yield _Rows(heights.diff(dim=0), slopes, rounding.nan_to_num()[1:], reads)
+            yield _RowGains(heights.diff(dim=0), slopes, rounding.nan_to_num()[1:], reads)
 
     # ---- steps
 
@@ -350,8 +352,10 @@ class NearestStates(StatesAboutMode):
         return other
 
 
-class StatesOfCurves(StatesAboutMode):
-    """The Normal about the mode of states that are not linear in those before them: a population that saturates, say.
+class NonlinearStates(StatesAboutMode):
+    """The Normal about the mode of states with nonlinear transitions, as of a population that saturates.
+
+    Its precision is minus the second derivatives of the joint log density of states and data.
 
     Args:
         group, leading, nesting, differentiable, away, given, at: as for `LoopStates`.
@@ -394,7 +398,7 @@ class StatesOfCurves(StatesAboutMode):
 
 
 def _along(density: Tensor, value: Tensor, way: Tensor) -> Tensor:
-    """Returns how the density of each row changes as the states go a way, which is the same from all points."""
+    """Returns the directional derivative of each row's log density, for one direction of the states."""
     with derivatives():
         weights = torch.zeros_like(density, requires_grad=True)
         slopes = torch.autograd.grad(
@@ -407,7 +411,7 @@ def _along(density: Tensor, value: Tensor, way: Tensor) -> Tensor:
 
 
 def _positive(curvature: Banded) -> Banded:
-    """Returns blocks (t, t) with the sizes of their eigenvalues: steps are uphill then, where data are not concave.
+    """Returns blocks (t, t) with the absolute values of their eigenvalues, such that steps lead uphill.
 
     References:
         Dauphin et al. 2014, Identifying and attacking the saddle point problem (saddle-free Newton).

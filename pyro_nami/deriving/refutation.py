@@ -28,7 +28,7 @@ from pyro_nami.deriving.expansion import (
 )
 from pyro_nami.deriving.exponential_families import ByStatistics
 from pyro_nami.deriving.joint_gaussian import JointGaussian
-from pyro_nami.deriving.loop_modes import NearestStates, StatesAboutMode, StatesOfCurves
+from pyro_nami.deriving.loop_modes import NearestStates, NonlinearStates, StatesAboutMode
 from pyro_nami.deriving.loop_states import LoopStates
 from pyro_nami.deriving.newton import LOST, MODES_AT, Newton, has_one_mode, is_concave
 from pyro_nami.deriving.quadrature import INACCURATE, Tabulated
@@ -101,7 +101,7 @@ class Refutation:
         """
         found = self._tested(group)
         if group.form == "states" and not found:
-            for form in ("states about a mode", "states of curves"):
+            for form in ("states about a mode", "states nonlinear"):
                 if found := self._tested(group._replace(form=form)):
                     return found
             return None
@@ -456,7 +456,7 @@ def expansion_of(group: ConjugateGroup) -> type[Expansion]:
         "states": LoopStates,
         "states about a mode": StatesAboutMode,
         "states nearest": NearestStates,
-        "states of curves": StatesOfCurves,
+        "states nonlinear": NonlinearStates,
         "states enumerated": DiscreteStates,
         "Bernoulli": LinearBernoulli,
     }

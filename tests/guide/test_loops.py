@@ -476,7 +476,7 @@ def prey(y):
         pyro.sample(f"y_{t}", dist.Normal(z, 0.1).to_event(1), obs=y[t])
 
 
-def test_states_of_curves_are_laplace_s_approximation():
+def test_nonlinear_states_are_laplace_s_approximation():
     """Against the inverse of the dense matrix of second derivatives at the mode, vectors of states."""
     torch.manual_seed(0)
     steps = 8
