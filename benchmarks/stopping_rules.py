@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,13 +34,14 @@ from torch.nn.utils import parameters_to_vector
 from pyro_nami import AutoNaMIGuide, WeightedSamples, importance_sample
 from pyro_nami.fit.at_draws import AtDraws
 from pyro_nami.fit.fitting import DEFENSIVE, FEWEST
-from pyro_nami.fit.training import FIRST_ROUND, PARTICLES, RATE, SHOWN, train
+from pyro_nami.fit.training import train
 from pyro_nami.inference.target import Target
 from pyro_nami.program.program import Program
 
 __all__ = ["DRAWS", "RULES", "Training", "weighed"]
 
 DRAWS, ELBO_DRAWS = 4000, 1000
+PARTICLES, RATE = 16, 0.02  # of a step, and of Adam, as `fit` begins
 SAME = 5000  # added to a seed, for the random numbers of ELBOs that are compared
 # RABVI
 STATIONARY = 1.1  # split R-hat
@@ -80,7 +82,7 @@ class Training:
         return cls(target, guide, weighed(target, DRAWS), seconds)
 
     def __post_init__(self) -> None:
-        self._model = AtDraws.of(self.target, self.drawn.resample(FIRST_ROUND)).target
+        self._model = AtDraws.of(self.target, self.drawn.resample(100)).target
         self._begun = time.process_time()
         self.parameters = [each for each in self.guide.parameters() if each.requires_grad]
 
@@ -132,11 +134,7 @@ class Training:
 
 def rounds(training: Training, seed: int) -> dict[str, float]:
     """Trains by the rule of `fit`; returns the steps."""
-    told = [0]
-
-    def tick(stage: str) -> None:
-        told.append(int(stage.split()[1].replace(",", "")))
-
+    steps = itertools.count()
     train(
         training.target,
         training.guide,
@@ -144,9 +142,9 @@ def rounds(training: Training, seed: int) -> dict[str, float]:
         training.drawn.num_samples,
         lambda: weighed(training.target, FEWEST),
         training.seconds,
-        tick,
+        lambda: next(steps),
     )
-    return {"steps": told[-1] + SHOWN}
+    return {"steps": next(steps)}
 
 
 def rabvi(training: Training, seed: int) -> dict[str, float]:

@@ -41,9 +41,7 @@ from pyro_nami.program.isolation import forked_rng
 __all__ = ["amortize"]
 
 DEFAULT_SIMULATIONS = 10_000
-RATE = 0.06  # of SOAP; at 0.05 or 0.07 losses are about the same
-# Likewise of guides of loops without other latents to learn; a rate tenfold loses the recurrent network.
-STATES_RATE = 0.006
+RATE = 0.06  # of SOAP; at 0.05 or 0.07 losses are about the same, and at ten times more or less far higher
 # Below so many simulations a guide has fewer splines and steps, which takes half the time and loses up to 0.2 nats.
 FEW_SIMULATIONS = 2_000
 
@@ -123,10 +121,9 @@ def _simulated(simulator: Simulator, simulations: Any) -> tuple[JointDraws, Hist
         for name, value in {**given.latents, **given.observed}.items():
             # raises for a value of a wrong shape
             with_idle_dims(value, simulator.single[name], simulator.nesting, 1)
-    draws, non_finite = given.finite()
     seen = History()
-    # Real data are finite, and of all simulations with such data none is left out: their posterior stays what it is.
-    seen.count(given.num, given.num - draws.num, non_finite, most=1.0)
+    # Real data are finite, and no simulation with finite data is left out, so that their posterior stays what it is.
+    draws = seen.finite(given, most=1.0)
     if draws.num < 20:
         why = f", as {seen.shortfall()}" if seen.skipped else ""
         raise ValueError(f"Expected at least 20 simulations to learn from; got {draws.num}{why}.")
@@ -174,12 +171,10 @@ class _Training(NamedTuple):
         plain = [name for name in learned if name in families and families[name].locations]
         if plain:
             return self._flows(plain, options)
-        if len(learned) > len(
-            families
-        ):  # states of a loop, all of whose distribution is to be learned
-            return self.run(guide, rate=STATES_RATE)
+        if len(learned) > len(families):  # states of a loop, by a recurrent network
+            return self.run(guide, rate=RATE / 10)
         # modes are derived: there is little to learn, and a step takes long
-        return self.run(guide, rate=0.003, share=1 / 6)
+        return self.run(guide, rate=RATE / 20, share=1 / 6)
 
     def _flows(self, learned: Sequence[str], options: Mapping[str, Any]) -> _Trained:
         """Returns the best of up to three guides by splines; after one that overfits comes one with more restraint."""

@@ -24,8 +24,6 @@ ADVICE = (
     "priors and likelihood allow for what the data show."
 )
 
-MAX_ELEMENTS = 64  # of a site, or of its events, that are features one by one; more take long
-
 
 @dataclass(frozen=True, eq=False)
 class Misspecification:
@@ -142,13 +140,19 @@ class SimulatedData:
         return [torch.cat(sites, -1), *sites]
 
 
-def _features(elements: Tensor, form: SiteForm) -> Tensor:
-    """Returns a site's elements if they are few, and their mean, log sd and extremes over plates."""
+def _features(elements: Tensor, form: SiteForm, *, few: int = 64) -> Tensor:
+    """Returns a site's elements if they are few, and their mean, log sd and extremes over plates.
+
+    Args:
+        elements: ``(data sets, elements)``.
+        form: of the site.
+        few: most elements of a site, or of an event, that are features one by one; more take long.
+    """
     rows = form.shape[: len(form.shape) - form.event_dim].numel()
     table = elements.reshape(len(elements), rows, -1)
-    if table.shape[2] > MAX_ELEMENTS:
+    if table.shape[2] > few:
         table = elements.unsqueeze(-1)
-    features = [elements] if elements.shape[1] <= MAX_ELEMENTS else []
+    features = [elements] if elements.shape[1] <= few else []
     if table.shape[1] > 1:
         mean, sd = table.mean(1), table.std(1) + 1e-3
         features += [mean, sd.log(), (table.amax(1) - mean) / sd, (mean - table.amin(1)) / sd]

@@ -31,13 +31,15 @@ def first_guide(
         draws: simulations to learn from.
         own: whether the simulator made the draws; draws from another prior cannot refute a conditional.
     """
-    few = draws.select(torch.arange(2) if simulator.vectorized else torch.tensor(0))
+    few = simulator.batch(
+        draws.select(torch.arange(2) if simulator.vectorized else torch.tensor(0))
+    )
     rules: dict[str, str] = {}
     options: dict[str, Any] = {}
     while True:
         guide = named(AutoNaMIGuide(simulator.model, observed=simulator.observed, **options))
         with torch.no_grad():
-            guide.log_prob(few.latents, *simulator.program.args, **_with_data(simulator, few))
+            guide.log_prob(few.draws.latents, *few.args, **few.with_data)
         if simulator.vectorized:
             refuted = _refuted(guide, simulator, draws if own else None)
             rules |= dict.fromkeys(refuted, "learned")
@@ -70,7 +72,8 @@ def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
     latents = sum(value[0].numel() for value in draws.latents.values())
     data = sum(value[0].numel() for value in draws.observed.values())
     for part in draws.in_batches(rows_in_memory(CHECKED_DRAWS * latents + data)):
-        seen = guide.misfits(part.latents, *simulator.program.args, **_with_data(simulator, part))
+        batch = simulator.batch(part)
+        seen = guide.misfits(part.latents, *batch.args, **batch.with_data)
         for name, flags in seen.items():
             counts[name] = counts.get(name, 0) + flags.sum(1)
     # training ends at a density that is not finite
@@ -83,7 +86,3 @@ def _refuted(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
         if not_finite > most_not_finite or low > most_low:
             refuted.append(name)
     return refuted
-
-
-def _with_data(simulator: Simulator, draws: JointDraws) -> dict[str, Any]:
-    return {**simulator.program.kwargs, "observations": draws.observed}

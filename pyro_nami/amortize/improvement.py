@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = ["annealed", "improved"]
 
 import contextlib
+import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +27,11 @@ from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples
 from pyro_nami.messages import OneByOne
+from pyro_nami.program.memory import rows_in_memory
 
-FACTORS = 4, 16, 64, 256  # draws to resample from, for each draw asked for
-MAX_ELEMENTS = 2**25  # of the draws to resample from at a time; more take too much memory
-MAX_WORK = (
-    2**34
-)  # tensor elements computed for the draws of one data set; as many take some 20 seconds of one core
+# Tensor elements that are computed for the draws of one data set, which take some 20 seconds of one core. At ten times
+# more, a call takes minutes; at ten times less, few draws are effective where a draw takes long.
+MAX_WORK = 2**34
 
 
 def improved(
@@ -58,9 +58,10 @@ def improved(
         found = improved(target, several, batch, bad[None], unknown, progress)
         return _changed(found, lambda part: part.squeeze(1))
     data_sets = target.observing(data)[0].data
-    # the weights and their order take as much memory as 16 elements
+    # The weights and their order take as much memory as 16 elements. Nothing else is held of the draws, so that there
+    # may be eight times as many as where intermediate results are held.
     elements = max(16, sum(value[0, 0].numel() for value in drawn.samples.values()))
-    most_draws = min(MAX_ELEMENTS // elements, _affordable(target, data_sets))
+    most_draws = int(min(8 * rows_in_memory(elements), _affordable(target, data_sets)))
     search = _Improvement(target, data_sets, drawn.num_samples, most_draws, progress)
     drawn = replace(drawn, pool=Pool.none(drawn.log_evidence))
     for rows in search.parts(bad & unknown.to(bad.device), 1):
@@ -83,7 +84,7 @@ class _Improvement(NamedTuple):
 
         At the largest factor those of which fewer are effective than are asked for are annealed, if the model can be.
         """
-        factors = [each for each in FACTORS if each * self.num <= self.most_draws] or [1]
+        factors = [each for each in (4, 16, 64, 256) if each * self.num <= self.most_draws] or [1]
         for factor in factors:
             parts, bad = self.parts(bad, factor), torch.zeros_like(bad)
             for rows in tqdm(parts, "resampling", delay=1, leave=False, disable=not self.progress):
@@ -120,11 +121,10 @@ class _Improvement(NamedTuple):
         """Returns draws of which those of some data sets are annealed from a guide, or the prior, if they can be."""
         share = 0.0 if guide is None else self.target.prior_share
         target = replace(self.target, guide=guide, prior_share=share)
-        data = self.data_sets.batch(rows)
         options = {"conditional_ess": 0.95, "draws": draws, "progress": self.progress}
         with contextlib.suppress(NotImplementedError, ValueError):
-            found = annealed(target, data, self.num, **options)
-            drawn = _replaced(drawn, rows, found)
+            found = annealed(target, self.data_sets.batch(rows), self.num, **options)
+            return _replaced(drawn, rows, found)
         return drawn
 
 
@@ -144,13 +144,13 @@ def annealed(target: Target, data: Mapping[str, Any], num: int, **options: Any) 
     )
 
 
-def _affordable(target: Target, data: Observations) -> int:
+def _affordable(target: Target, data: Observations) -> float:
     """Returns how many draws of the guide may be made to improve the draws of a data set."""
     try:
         work = elements_of_a_draw(Proposal.of(replace(target, prior_share=0.0), data.one()))
     except (RuntimeError, ValueError):  # of a model that is mapped over draws
-        return MAX_ELEMENTS
-    return max(1, int(MAX_WORK / work))
+        return math.inf
+    return max(1, MAX_WORK / work)
 
 
 def _changed(drawn: WeightedSamples, change: Callable[[Tensor], Tensor]) -> WeightedSamples:

@@ -90,8 +90,9 @@ class AmortizedPosterior:
             if num_temperatures is None and bad.any():
                 drawn = improved(target, data, drawn, bad, outside, progress)
         else:
-            options = {"num_temperatures": num_temperatures, "progress": progress}
-            drawn = annealed(target, data, num_samples, **options)
+            drawn = annealed(
+                target, data, num_samples, num_temperatures=num_temperatures, progress=progress
+            )
             self._outside(data)
         warn_of_bad(drawn, "amortize with more simulations, or draw more samples.")
         return Posterior.of(drawn, target.observing(data)[0])

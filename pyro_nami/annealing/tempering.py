@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from pyro.distributions import LogNormal, MaskedDistribution, MultivariateNormal
+from pyro.distributions.transforms import LowerCholeskyAffine
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 from torch.distributions import (
@@ -34,12 +35,12 @@ from pyro_nami.inference.site_messages import (
     check_declared,
     check_latents,
     log_density,
+    values_at,
     with_idle_dims,
 )
 from pyro_nami.inference.target import (
     Extent,
     Target,
-    in_one_line,
     log_densities,
     per_draw,
     run_for_many,
@@ -190,28 +191,11 @@ class TemperedPath:
         return torch.autograd.grad(total, position)[0]
 
 
-class _Correlated(Transform):
-    """The map from standard Normal variables to a Normal vector, by its mean and a Cholesky factor of its covariance.
-
-    As `LowerCholeskyAffine`, which has no log determinant for a batch of factors.
-    """
-
-    domain = codomain = constraints.real_vector
-    bijective = True
-
-    def __init__(self, loc: Tensor, root: Tensor) -> None:
-        super().__init__()
-        self._loc, self._root = loc, root
-
-    def _call(self, x: Tensor) -> Tensor:
-        return self._loc + (self._root @ x.unsqueeze(-1)).squeeze(-1)
-
-    def _inverse(self, y: Tensor) -> Tensor:
-        off = (y - self._loc).unsqueeze(-1)
-        return torch.linalg.solve_triangular(self._root, off, upper=False).squeeze(-1)
+class _Correlated(LowerCholeskyAffine):
+    """The map from standard Normal variables to a Normal vector, with log determinants for a batch of factors."""
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._root.diagonal(dim1=-2, dim2=-1).log().sum(-1).expand(x.shape[:-1])
+        return self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1).expand(x.shape[:-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,6 +254,7 @@ class Start:
             target, reason = run_for_many(
                 self.target,
                 lambda target: replace(self, target=target)._difference(num_chains, rows),
+                raised=(OutsideSupport, NotImplementedError),
             )
         if reason is not None:
             raise ValueError(
@@ -317,20 +302,12 @@ class Start:
 
     def _difference(self, num_chains: int, rows: slice) -> str | None:
         """Returns where the first and the last chain differ from runs of one chain; None if nowhere."""
-        try:
-            path, sites = self._run(num_chains, rows)
-            path.point(sites)
-        except (OutsideSupport, NotImplementedError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
-            return in_one_line(error)
+        path, sites = self._run(num_chains, rows)
+        path.point(sites)
 
         def alone_at(index: Any) -> Values:
             one = self.target.one(rows.start + index[1])
-            values = {
-                name: sites[name]["value"][index].reshape(site["fn"].shape())
-                for name, site in self.latents.items()
-            }
+            values = values_at(index, sites, self.latents)
             return log_densities(self.target.run_model(one, Runner({**one.data, **values})))
 
         chains, data_sets = path.extent.sizes

@@ -11,7 +11,7 @@ __all__ = ["JOINT_DENSITY", "JOINT_TARP", "Calibration", "calibrate", "listed"]
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_nami.amortize.posterior import AmortizedPosterior
-from pyro_nami.checking.plots import RANK_PLOTS, RankPanel, draw_ranks, plot_all
+from pyro_nami.checking.plots import RANK_PLOTS, RankPanel, plot_all
 from pyro_nami.checking.rank_tests import (
     JOINT_DENSITY,
     JOINT_TARP,
@@ -35,13 +35,15 @@ from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import with_drawn_data
 from pyro_nami.inference.site_messages import Sites, Values
 from pyro_nami.inference.target import Extent, Target, bind, in_one_line
-from pyro_nami.messages import aligned, check_counts
+from pyro_nami.messages import aligned, check_counts, quoted
 from pyro_nami.program.runner import Runner, takes_observations
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DRAWS_AT_ONCE = 2**15  # of the guide, of all data sets together; more take more memory
+# Draws of the guide at once, of all data sets together. Ten times more may not fit into memory; ten times fewer make
+# many short runs, which take longer.
+DRAWS_AT_ONCE = 2**15
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,12 @@ class Calibration:
             raise ValueError(f"Expected levels between 0 and 1; got {list(levels)}.")
         result = {}
         for name, ranks in {**self.ranks, **self.joint}.items():
-            regions = [
-                ((1 - p) / 2, (1 + p) / 2) if name in self.ranks else (0.0, p) for p in levels
-            ]
-            shares = [self._below(ranks, high) - self._below(ranks, low) for low, high in regions]
+            shares = []
+            for level in levels:
+                low, high = (
+                    ((1 - level) / 2, (1 + level) / 2) if name in self.ranks else (0.0, level)
+                )
+                shares.append(self._below(ranks, high) - self._below(ranks, low))
             result[name] = torch.stack(shares)
         return result
 
@@ -153,14 +157,10 @@ class Calibration:
         if sites is None:
             least = sorted(panels, key=lambda name: panels[name].verdict.p_value)[:12]
             sites = [name for name in panels if name in least]
-        drawings = {}
         for name in sites:
             if name not in panels:
-                raise ValueError(
-                    f"Expected sites with ranks, {', '.join(map(repr, panels))}; got '{name}'."
-                )
-            drawings[name] = partial(draw_ranks, panels=[panels[name]], kind=kind)
-        return plot_all(self._title, drawings)
+                raise ValueError(f"Expected sites with ranks, {quoted(panels)}; got '{name}'.")
+        return plot_all(self._title, [panels[name] for name in sites], kind)
 
     def __str__(self) -> str:
         coverage = self.coverage([0.5, 0.9])
@@ -267,26 +267,22 @@ def _ranks_of_all(
     coordinates = Coordinates(truth.latents, forms)
     points = _reference_points(truth.observed, forms, coordinates(truth.latents))
     target = replace(simulator.target, guide=guide)
-    if chunk_size is None:
-        draws_of_one = num_draws if posterior is None else _num_weighted(num_draws)
-        chunk_size = max(1, DRAWS_AT_ONCE // draws_of_one)
+    made = num_draws if posterior is None else _num_weighted(num_draws)  # of one data set
+    size = chunk_size or max(1, DRAWS_AT_ONCE // made)
+    chunks = torch.arange(truth.num, device=points.device).split(size)
     parts = []
     try:
-        with tqdm(
-            total=truth.num, desc="data sets", delay=1, leave=False, disable=not progress
-        ) as bar:
-            for rows in torch.arange(truth.num, device=points.device).split(chunk_size):
-                part = truth.select(rows)
-                extent = target.extent(num_draws, slice(0, part.num))._replace(data=part.observed)
-                if posterior is None:
-                    draws = _guide_draws(target.run_guide(extent, Runner({})), num_draws, part)
-                else:
-                    draws = _posterior_draws(posterior, num_draws, part)
-                ranks = {name: _ranks(draws[name], part.latents[name], name) for name in draws}
-                if len(draws) == len(part.latents):
-                    ranks |= _joint_ranks(target, extent, draws, part, coordinates, points[rows])
-                parts.append(ranks)
-                bar.update(len(rows))
+        for rows in tqdm(chunks, "calibrating", delay=1, leave=False, disable=not progress):
+            part = truth.select(rows)
+            extent = target.extent(num_draws, slice(0, part.num))._replace(data=part.observed)
+            if posterior is None:
+                draws = _guide_draws(target.run_guide(extent, Runner({})), num_draws, part)
+            else:
+                draws = _posterior_draws(posterior, num_draws, part)
+            ranks = {name: _ranks(draws[name], part.latents[name], name) for name in draws}
+            if len(draws) == len(part.latents):
+                ranks |= _joint_ranks(target, extent, draws, part, coordinates, points[rows])
+            parts.append(ranks)
     except Exception as error:
         if simulator.vectorized:
             raise

@@ -5,21 +5,15 @@ Figures are made without pyplot, so that no global state changes and no display 
 
 from __future__ import annotations
 
-__all__ = ["RANK_PLOTS", "RankPanel", "draw_ranks", "plot_all"]
+__all__ = ["RANK_PLOTS", "RankPanel", "plot_all"]
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyro_nami.checking.rank_tests import (
-    CALIBRATED,
-    JOINT_TARP,
-    RankVerdict,
-    count_ranks,
-    ecdf_tests,
-)
+from pyro_nami.checking.rank_tests import JOINT_TARP, RankVerdict, count_ranks, ecdf_tests
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,50 +71,41 @@ class RankPanel(NamedTuple):
         return x, shares - x if kind == "ecdf" else shares
 
 
-def plot_all(title: str, parts: Mapping[str, Callable[[Axes], None]]) -> Figure:
-    """Returns a figure of several drawings, in rows of up to three, each under its own title."""
+def plot_all(title: str, panels: Sequence[RankPanel], kind: str) -> Figure:
+    """Returns a figure of several panels, in rows of up to three, each under its own title."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         message = "Expected matplotlib for figures; got none. Run `pip install pyro-nami[viz]`."
         raise ImportError(message) from error
-    columns = min(len(parts), 3)
-    rows = -(-len(parts) // columns)
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
     width = 3.4 * max(columns, 2)  # inches
     with rc_context(STYLE):
         figure = Figure(figsize=(width, 3.2 * rows + 0.5), dpi=100, layout="constrained")
         figure.suptitle(fill(title, round(11 * width)))
-        for i, (name, draw) in enumerate(parts.items()):
-            axes = figure.add_subplot(rows, columns, i + 1)
-            draw(axes)
-            axes.set_title(name)
+        for i, panel in enumerate(panels):
+            _draw(figure.add_subplot(rows, columns, i + 1), panel, kind)
     return figure
 
 
-def draw_ranks(axes: Axes, panels: Sequence[RankPanel], kind: str) -> None:
-    """Draws the worst element of every site, those that failed on top, in the widest of their bands.
+def _draw(axes: Axes, panel: RankPanel, kind: str) -> None:
+    """Draws the worst element of a site in its bands.
 
     95% of calibrated curves stay inside the dark band; the verdict fails outside of the light one.
     """
-    panels = sorted(panels, key=lambda panel: -panel.verdict.p_value)
-    widest = min(panels, key=lambda panel: panel.level)
-    for level, color in ((widest.level, LIGHT_BAND), (0.05, DARK_BAND)):
-        x, (low, high) = widest.curve(kind, level)
+    for level, color in ((panel.level, LIGHT_BAND), (0.05, DARK_BAND)):
+        x, (low, high) = panel.curve(kind, level)
         axes.fill_between(x, low, high, color=color, lw=0)
     axes.plot([0, 1], [0, kind == "coverage"], color=FAINT, lw=0.8)
-    for panel in panels:
-        x, (y,) = panel.curve(kind)
-        axes.plot(x, y, color=GOOD if panel.verdict.passed else BAD, lw=1.0)
-    for verdict in sorted({panel.verdict.verdict for panel in panels}):
-        names = [panel.name for panel in panels if panel.verdict.verdict == verdict]
-        shown = ", ".join(names) if len(names) <= 3 else f"{len(names)} sites"
-        color = GOOD if verdict == CALIBRATED else BAD
-        axes.plot([], [], color=color, label=f"{verdict}: {shown}")
+    x, (y,) = panel.curve(kind)
+    color = GOOD if panel.verdict.passed else BAD
+    axes.plot(x, y, color=color, lw=1.0, label=f"{panel.verdict.verdict}: {panel.name}")
     x_label, y_label = RANK_PLOTS[kind]
-    axes.set(xlim=(0, 1), xlabel=x_label, ylabel=y_label)
+    axes.set(xlim=(0, 1), xlabel=x_label, ylabel=y_label, title=panel.name)
     axes.legend(loc="upper left" if kind == "coverage" else "best")
     if kind == "coverage":
         axes.set(ylim=(0, 1), aspect="equal")
-        if widest.name != JOINT_TARP:
+        if panel.name != JOINT_TARP:
             axes.text(0.96, 0.04, "below: overconfident", color=FAINT, ha="right")

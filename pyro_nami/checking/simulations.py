@@ -16,9 +16,6 @@ from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import forked_rng, seed_rng
 
-# share of simulations that may be NaN or infinite: those with finite data keep their posterior
-MAX_SKIPPED = 0.95
-
 
 def guide_and_arguments(
     guide: Callable | AmortizedPosterior, args: tuple, kwargs: dict[str, Any]
@@ -38,17 +35,19 @@ def seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def finite_draws(simulator: Simulator, num: int) -> tuple[JointDraws, int]:
+def finite_draws(simulator: Simulator, num: int, *, most: float = 0.95) -> tuple[JointDraws, int]:
     """Returns joint draws without those that hold NaN or infinite values, and how many had some; warns of them.
 
+    Draws with finite data keep their posterior, however many others there are.
+
     Raises:
-        ValueError: for more than 95% of them, naming the first site that has them.
+        ValueError: a share of the draws above ``most`` holds such values; names the first site that has them.
     """
     kept, bad = simulator.draw(num).finite()
     skipped = num - kept.num
     if bad:
         share = f"{skipped} of {num} simulations with NaN or infinite values, first at site '{next(iter(bad))}'"
-        if skipped > MAX_SKIPPED * num:
+        if skipped > most * num:
             raise ValueError(f"Expected a model whose simulations are finite; got {share}.")
         warn(f"Left out {share}.")
     return kept, skipped

@@ -30,30 +30,20 @@ from pyro_nami.program.many_draws import FEWEST_DRAWS
 
 __all__ = ["MOST_R_HAT", "Chains", "run_chains"]
 
-MOST_CHAINS, FEWEST_CHAINS = 128, 16  # that run at once
 # Elements that take as long to compute as an operation takes by itself. A run of more elements takes longer for more
 # chains, and fewer chains make more transitions in a time: an item response model has an R-hat of 1.02 after 30 s by 26
 # chains, and of 1.06 by 88, as 10,000 elements would give it.
 AN_OPERATION = 3_000
-# Effective share of the draws that chains begin at. Where all began at one, the R-hat of 388 numbers was 3.9 after
-# as many seconds, in place of 1.9.
-DIVERSE = 0.25
-FEWEST = 16  # transitions of the first round, which whitens little yet; of 250, it takes as long as agreement does
-LEAST_SHRINKAGE = 1e-4  # of correlations towards zero, for a matrix with a root in single precision
-MOST_SEEN = 2048  # draws that tell the coordinates of the next round
-BETTER = 0.1  # nats a draw, by which a Normal has to fit better in other coordinates
-MOST_R_HAT = 1.05  # of chains that agree
-ACCEPTANCE = 0.8  # of a transition, that the step size is chosen for
-FIRST_STEP = 0.3  # in standard deviations
-ADAPTATION = 0.5  # change of the log step size by an acceptance that is off by 1
-_ROWS = slice(0, 1)  # of data sets
-# length of a trajectory, in standard deviations, at which both ends are independent, of a Normal
-QUARTER = math.pi / 2
-# Of transitions, in turn: what the size of a step is multiplied by, and the number of steps. Where the density is
-# narrow, chains move by small steps alone (2 of 84 did not move at all without). Along tails they move by long
-# trajectories: a model of 147 numbers comes to an R-hat of 1.05 in 16 s, where it is 1.12 after 20 s without.
+# Largest R-hat of chains that agree. At 1.5, means may be a standard deviation off; at 1.005, few chains ever agree.
+MOST_R_HAT = 1.05
+# Factors for the size of a step and for the number of steps, of transitions in turn. Where the density is narrow, only
+# small steps are accepted (2 of 84 chains did not move at all without). Along tails, chains move by long trajectories:
+# a model of 147 numbers comes to an R-hat of 1.05 in 16 s, where it is 1.12 after 20 s without.
 VARIED = (0.25, 1), (1, 1), (1, 4), (1, 1)
-MOST_STEPS = 32  # of a trajectory
+# Most steps of a trajectory. At ten times more, a round of small steps takes all the time that there is; at ten times
+# less, chains move by random walks.
+MOST_STEPS = 32
+_ROWS = slice(0, 1)  # of data sets
 
 
 class _Whitened(NamedTuple):
@@ -105,7 +95,7 @@ def run_chains(
         ValueError: a model that does not run for many draws.
     """
     target = replace(target, guide=None, prior_share=0.0)
-    given = _spread(drawn).resample(max(drawn.num_samples, MOST_CHAINS), smoothed=False)
+    given = _tempered(drawn).resample(drawn.num_samples, smoothed=False)
     few = {name: value[:FEWEST_DRAWS] for name, value in given.items()}
     start = Start.of(target, {}, few).checked(FEWEST_DRAWS, _ROWS)
     count = _number_of_chains(*start.path(FEWEST_DRAWS, _ROWS))
@@ -115,9 +105,7 @@ def run_chains(
         before = now
         try:
             chains.run()
-        except (
-            ValueError
-        ):  # draws at the edge of a support, which have no place in other coordinates
+        except ValueError:  # draws at the edge of a support have no place in other coordinates
             if not chains.kept:
                 raise
             return chains
@@ -138,7 +126,9 @@ class Chains:
         count: number of chains.
         num: number of draws that are asked for.
         tick: called after each transition.
-        length: transitions that are kept of the next round.
+        length: transitions that are kept of the next round. The first round is short, as it whitens little yet.
+        step_size: in standard deviations of the draws that the round began with.
+        acceptance: probability of a transition that the step size is chosen for; that of Pyro's samplers.
         path: the densities in the coordinates of the last round.
         standardized: latents in units of their priors' locations and scales; see `TemperedPath`.
         kept: positions after each transition of the last round.
@@ -150,7 +140,9 @@ class Chains:
     count: int
     num: int
     tick: Callable[[], Any]
-    length: int = FEWEST
+    length: int = 16
+    step_size: float = 0.3
+    acceptance: float = 0.8
     path: TemperedPath | None = None
     standardized: frozenset[str] = frozenset()
     kept: list[Tensor] = field(default_factory=list)
@@ -169,25 +161,25 @@ class Chains:
         path, seen = self._coordinates(self.standardized)
         self.path = replace(path, extent=self.start.target.extent(self.count, _ROWS))
         whitened = _Whitened(self.path, *_moments(seen[:, 0]))
-        state, log_step, self.kept = whitened.state(seen[-self.count :]), math.log(FIRST_STEP), []
+        state, self.kept = whitened.state(seen[-self.count :]), []
         for i in range(2 * self.length):
             shrunk, longer = VARIED[i % len(VARIED)]
-            size = shrunk * math.exp(log_step) * torch.ones_like(seen[0, :, :1])
-            most = min(MOST_STEPS, max(1, round(QUARTER / math.exp(log_step))))
-            # lengths differ, against resonance
+            size = torch.full_like(seen[0, :, :1], shrunk * self.step_size)
+            # The ends of a quarter of a turn are independent, of a Normal. Lengths differ, against resonance.
+            most = min(MOST_STEPS, max(1, round(math.pi / 2 / self.step_size)))
             count = longer * int(torch.randint(max(1, most // 2), most + 1, ()))
             state, accepted = hamiltonian_step(whitened, state, 1.0, size, count)  # type: ignore[arg-type]
-            if i < self.length and shrunk == 1:
-                log_step += ADAPTATION * (float(accepted.mean()) - ACCEPTANCE)
             if i >= self.length:
                 self.kept.append(whitened.position(state.position))
+            elif shrunk == 1:
+                self.step_size *= math.exp(float(accepted.mean()) - self.acceptance)
             self.tick()
         numbers = torch.stack(self.kept)[:, :, 0].double()
         folded = (numbers - numbers.flatten(0, 1).median(0).values).abs()
         self.r_hat = max(_r_hat(numbers), _r_hat(folded))
         self.effective = float(effective_sample_size(numbers, chain_dim=1, sample_dim=0).min())
         self.length *= 2
-        self.start = replace(self.start, given=self._last(MOST_SEEN))
+        self.start = replace(self.start, given=self._last())
 
     def _standardized(self) -> frozenset[str]:
         """Returns the latents to be moved in units of their priors: in these units a Normal fits the draws better."""
@@ -195,7 +187,8 @@ class Chains:
         best = self._fit(chosen)
         for name in self.start.scaled:
             other = chosen ^ {name}
-            if (fit := self._fit(other)) > best + BETTER:
+            fit = self._fit(other)
+            if fit > best:
                 chosen, best = other, fit
         return chosen
 
@@ -211,24 +204,21 @@ class Chains:
         given = self.start.given or {}
         return self.start.path(len(next(iter(given.values()))), _ROWS, standardized)
 
-    def _last(self, num: int) -> dict[str, Tensor]:
-        """Returns the last draws ``(draws, *site shape)`` of a number, or a few more."""
+    def _last(self) -> dict[str, Tensor]:
+        """Returns the last draws ``(draws, *site shape)``, as many as are asked for or a few more."""
         assert self.path is not None
-        parts = [self.path.at(each).values for each in self.kept[-math.ceil(num / self.count) :]]
+        last = self.kept[-math.ceil(self.num / self.count) :]
+        parts = [self.path.at(each).values for each in last]
         shapes = {name: site["fn"].shape() for name, site in self.start.latents.items()}
         return {
             name: torch.cat([part[name] for part in parts]).reshape(-1, *shape)
             for name, shape in shapes.items()
         }
 
-    @torch.no_grad()
     def draws(self, drawn: WeightedSamples) -> WeightedSamples:
-        """Returns the last draws, of equal weight, in place of weighted ones: as many as are asked for, at least."""
-        samples = self._last(self.num)
-        samples = {
-            name: samples[name].reshape(-1, *value.shape[1:])
-            for name, value in drawn.samples.items()
-        }
+        """Returns the last draws, of equal weight, in place of weighted draws."""
+        given = self.start.given or {}
+        samples = {name: given[name] for name in drawn.samples}
         count = len(next(iter(samples.values())))
         effective = min(self.effective, float(count))
         own = torch.full_like(drawn.log_evidence, 1 / effective - 1 / count)
@@ -237,20 +227,33 @@ class Chains:
         return WeightedSamples(samples, weights, drawn.plates, pool)
 
 
-def _number_of_chains(path: TemperedPath, position: Tensor) -> int:
-    """Returns how many chains take about twice as long as one, by the elements that a gradient computes."""
+def _number_of_chains(
+    path: TemperedPath, position: Tensor, *, fewest: int = 16, most: int = 128
+) -> int:
+    """Returns how many chains take about twice as long as one, by the elements that a gradient computes.
+
+    Args:
+        path: the densities.
+        position: of a few chains.
+        fewest, most: bounds on the number.
+    """
     with Count() as cost:
         path.gradient(position, 1.0)
     few = len(position) * AN_OPERATION * cost.operations // cost.elements
-    return max(FEWEST_CHAINS, min(MOST_CHAINS, few))
+    return max(fewest, min(most, few))
 
 
-def _spread(drawn: WeightedSamples) -> WeightedSamples:
-    """Returns the draws with tempered weights, under which enough of them are effective.
+def _tempered(drawn: WeightedSamples, *, share: float = 0.25) -> WeightedSamples:
+    """Returns the draws with tempered weights, under which a share of them is effective.
 
-    Chains that all begin at one draw have no spread to be whitened by, and do not leave it for long.
+    Chains that all begin at one draw have no spread to be whitened by, and do not leave it for long: the R-hat of 388
+    numbers was 3.9, where it was 1.9 after as many seconds from draws of which a quarter is effective.
+
+    Args:
+        drawn: weighted draws.
+        share: of the draws that is to be effective.
     """
-    while float(drawn.effective_sample_size) < DIVERSE * drawn.num_samples:
+    while float(drawn.effective_sample_size) < share * drawn.num_samples:
         drawn = WeightedSamples(drawn.samples, drawn.log_weights / 2, drawn.plates)
     return drawn
 
@@ -262,8 +265,9 @@ def _moments(position: Tensor) -> tuple[Tensor, Tensor]:
     covariance = off.mT @ off / len(off)
     scale = covariance.diagonal().clamp(min=torch.finfo(off.dtype).tiny).sqrt()
     correlation = covariance / scale / scale[:, None]
-    # correlations of few draws are noise, and of many are to be kept: they may be near 1
-    shrinkage = max(LEAST_SHRINKAGE, min(1.0, len(scale) / len(off)) ** 2)
+    # Correlations of few draws are noise, and of many are to be kept: they may be near 1.
+    rounding = torch.finfo(off.dtype).eps ** 0.5
+    shrinkage = max(rounding, min(1.0, len(scale) / len(off)) ** 2)
     correlation = (1 - shrinkage) * correlation + shrinkage * torch.eye(len(scale)).to(off)
     return center, scale[:, None] * torch.linalg.cholesky(correlation)
 

@@ -36,17 +36,23 @@ from pyro_nami.program.program import Program
 
 __all__ = ["Interrupted", "fit"]
 
-ENOUGH = 0.5  # share of the draws that are effective, from which more draws change little
-DEFENSIVE = 0.05  # share of draws from the prior, where a guide has to learn; more waste draws
-FEWEST = 1000  # draws that tell whether a guide is right
-FIRST = (
-    256  # draws that tell whether a guide that is to learn is right as it is; 4,000 may take 45 s
-)
-MOST_DRAWS = 64  # times as many as are asked for, a power of 4
-DRAWING = 20.0  # seconds of processor time that more draws may take
-TRAINING = 60.0  # and that training may
-CHAINS = 45.0  # and that chains may
-MOST_UNSEEN = 0.02  # share of searches for modes that may lead to others than those found
+# Effective share of the draws from which more draws change little. At twice this share, good guides are trained and
+# drawn from anew for nothing; at a tenth, a trusted mean has three times the error.
+ENOUGH = 0.5
+# Share of the draws that are the prior's, where conditionals are learned. At ten times more, half of the draws are
+# wasted; at ten times less, few draws are left to show a mode that the guide misses.
+DEFENSIVE = 0.05
+# Draws that tell whether a guide is right. A tenth are fewer than have to be effective; ten times more take ten times
+# as long where few draws were asked for.
+FEWEST = 1000
+# Seconds of processor time that more draws, training, and chains may take. A posterior that is not trusted by then is
+# returned as it is; ten times less leaves models of hundreds of latents untrusted.
+DRAWING = 20.0
+TRAINING = 60.0
+CHAINS = 45.0
+# Share of searches for modes that may lead to modes other than those found. At ten times more, draws without a tenth
+# of the posterior are trusted; at ten times less, hundreds of searches are too few.
+MOST_UNSEEN = 0.02
 MODES = "Tell modes apart by priors, or by an order of the latents."
 REMEDY = (
     "Look at `posterior.guide.rules` for what was learned, and why; tell the model more by its priors, or scale its "
@@ -101,9 +107,8 @@ def fit(
     """
     check_counts(draws=draws)
     random = contextlib.nullcontext() if seed is None else forked_rng()
-    bar = tqdm(
-        desc="fit", total=0, bar_format="{desc} [{elapsed}]", leave=False, disable=not progress
-    )
+    shown = "{desc} [{n_fmt} steps, {elapsed}]"
+    bar = tqdm(desc="fit", bar_format=shown, leave=False, disable=not progress)
     search = _Fitting(Program(model, args, kwargs), max(draws, FEWEST), bar)
     with random, bar, _without_other_guides(), poutine.block():
         if seed is not None:
@@ -146,7 +151,7 @@ class _Fitting:
         self.unseen = self.guide.mix() or 0.0
         self._say("weighing draws")
         if self._learned:
-            self._take(self._weighed(FIRST))
+            self._take(self._weighed(LEAST_EFFECTIVE))  # more may take long, before training
         if not self._learned or self._is_enough:
             self._take(self._weighed(self.num))
         if self.unseen > MOST_UNSEEN:
@@ -188,20 +193,20 @@ class _Fitting:
             self.num,
             lambda: self._weighed(FEWEST),
             TRAINING,
-            self._say,
+            self.bar.update,
         )
         return self._weighed(self.num)
 
     def _draw_more(self) -> None:
-        """Takes draws that are resampled from more, if few are effective or the weights have a heavy tail."""
-        num = 4 * self.num
-        while not self._is_enough and num <= MOST_DRAWS * self.num:
-            share = float(self._found.effective_sample_size) / self.num
-            if share * num < LEAST_EFFECTIVE or num * self.a_draw > DRAWING:
+        """Takes draws resampled from 4, 16 or 64 times as many, while few are effective or weights are heavy-tailed."""
+        for factor in (4, 16, 64):
+            num = factor * self.num
+            effective = factor * float(self._found.effective_sample_size)
+            is_hopeless = effective < LEAST_EFFECTIVE or num * self.a_draw > DRAWING
+            if self._is_enough or is_hopeless:
                 break
             self._say(f"weighing {num:,} draws")
             self._take(self._weighed(num).equally_weighted(self.num))
-            num *= 4
 
     def _run_chains(self) -> bool:
         """Takes draws of chains if these agree; returns whether they do."""
@@ -212,11 +217,12 @@ class _Fitting:
             return False
         agree = "agree" if found.r_hat <= MOST_R_HAT else "do not agree"
         how = f"chains from the guide's draws {agree} (R-hat {found.r_hat:.2f})"
-        few = f"{how}, but only {found.effective:.0f} of their draws are effective"
         drawn = found.draws(self._found)
-        judged = checked(how, drawn, found.effective)
-        if not found.agree:
-            judged = untrusted(few if found.r_hat <= MOST_R_HAT else how, REMEDY)
+        if found.agree:
+            judged = checked(how, drawn, found.effective)
+        else:
+            few = f", but only {found.effective:.0f} of their draws are effective"
+            judged = untrusted(how + (few if agree == "agree" else ""), REMEDY)
         self.chained = Posterior.of(drawn, self._target, judged)
         if found.agree:
             self.found = self.chained
@@ -228,11 +234,6 @@ class _Fitting:
     def _learned(self) -> list[str]:
         """The latents whose conditionals are learned."""
         return [name for name, note in self.guide.rules.items() if note.rule == "learned"]
-
-    @property
-    def _share_of_prior(self) -> float:
-        """The share of the draws that are the prior's, which show modes that a guide has not learned."""
-        return DEFENSIVE if self._learned and not self._flat else 0.0
 
     @property
     def _flat(self) -> list[str]:
@@ -247,13 +248,15 @@ class _Fitting:
 
     @property
     def _target(self) -> Target:
-        return Target(self.program, self.guide, prior_share=self._share_of_prior)
+        """The model and the guide; some draws are the prior's, which show modes that a guide has not learned."""
+        share = DEFENSIVE if self._learned and not self._flat else 0.0
+        return Target(self.program, self.guide, prior_share=share)
 
     def _take(self, drawn: WeightedSamples) -> None:
-        judged = of_weights(drawn, is_derived(self.guide), REMEDY)
         if self.unseen > MOST_UNSEEN:
-            reason = "searches keep finding further modes"
-            judged = untrusted(reason, MODES)
+            judged = untrusted("searches keep finding further modes", MODES)
+        else:
+            judged = of_weights(drawn, is_derived(self.guide), REMEDY)
         self.found = Posterior.of(drawn, self._target, judged)
 
     @property

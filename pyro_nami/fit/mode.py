@@ -15,14 +15,19 @@ from pyro_nami.messages import warn
 
 __all__ = ["highest"]
 
-MOST_STEPS = 200  # of a search by L-BFGS; smooth posteriors take tens
-LEAST_GAIN = 1e-2  # nats that the last steps may still gain at a mode
 
-
-def highest(target: Target, draw: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def highest(
+    target: Target, draw: Mapping[str, Tensor], *, rounds: int = 10, least_gain: float = 1e-2
+) -> dict[str, Tensor]:
     """Returns the values of the latents at the mode of their density, uphill from a draw.
 
     The density is that of the values themselves, not of their unconstrained coordinates.
+
+    Args:
+        target: the model and its data.
+        draw: latent -> value, where the search begins.
+        rounds: of 20 steps of L-BFGS each, at most; smooth posteriors take one or two.
+        least_gain: nats; a round that gains less has found a mode.
 
     Raises:
         NotImplementedError: latents that are discrete, or that no bijection is known for.
@@ -31,30 +36,24 @@ def highest(target: Target, draw: Mapping[str, Tensor]) -> dict[str, Tensor]:
         UserWarning: no mode was found, as where the density of a group's scale rises without bound; the draw is
             returned.
     """
-    given = {name: value[None] for name, value in draw.items()}
-    start = Start.of(target, {}, given).checked(1, slice(0, 1))
-    path, position = start.path(1, slice(0, 1))
+    given, row = {name: value[None] for name, value in draw.items()}, slice(0, 1)
+    path, position = Start.of(target, {}, given).checked(1, row).path(1, row)
     position = position.double().requires_grad_()
-
-    def height() -> Tensor:
-        point = path.at(position)
-        total: Tensor = sum((*point.prior.values(), *point.likelihood.values()))  # type: ignore[assignment]
-        return total.sum()
-
-    optimizer = torch.optim.LBFGS([position], line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS([position], max_iter=20, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = -height()
+        point = path.at(position)
+        value = -sum((*point.prior.values(), *point.likelihood.values())).sum()  # type: ignore[union-attr]
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
     before, is_found = math.inf, False
-    # a search that leaves the support of a distribution is told by its height
+    # a search that leaves the support of a distribution ends at a loss that is not finite
     with torch.enable_grad(), pyro.validation_enabled(False):
-        for _ in range(MOST_STEPS // optimizer.defaults["max_iter"]):
-            now = float(optimizer.step(loss).detach())  # at its beginning
-            is_found = abs(before - now) < LEAST_GAIN
+        for _ in range(rounds):
+            now = float(optimizer.step(loss).detach())  # the loss before the round
+            is_found = abs(before - now) < least_gain
             if is_found or not math.isfinite(now):
                 break
             before = now

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 __all__ = ["draw_pairs"]
 
 COLOR = "#2b6cb0"
-SIDE = 1.8  # inches of a panel
 
 
-def draw_pairs(numbers: Mapping[str, np.ndarray], title: str) -> Figure:
+def draw_pairs(numbers: Mapping[str, np.ndarray], title: str, *, side: float = 1.8) -> Figure:
     """Returns a figure of histograms on the diagonal, and of clouds below it.
 
     Args:
         numbers: name -> draws.
         title: of the figure.
+        side: of a panel, in inches.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -32,7 +32,7 @@ def draw_pairs(numbers: Mapping[str, np.ndarray], title: str) -> Figure:
         message = "Expected matplotlib for figures; got none. Run `pip install pyro-nami[viz]`."
         raise ImportError(message) from error
     count, names = len(numbers), list(numbers)
-    figure = Figure(figsize=(SIDE * count + 1, SIDE * count + 1), layout="constrained")
+    figure = Figure(figsize=(side * count + 1, side * count + 1), layout="constrained")
     axes = figure.subplots(count, count, squeeze=False)
     for i, j in np.ndindex(count, count):
         panel, across, up = axes[i, j], numbers[names[j]], numbers[names[i]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,8 +18,9 @@ from pyro_nami.fit.at_draws import AtDraws
 from pyro_nami.fit.mode import highest
 from pyro_nami.fit.pairs import draw_pairs
 from pyro_nami.fit.verdict import Verdict, of_weights
+from pyro_nami.inference.site_messages import whole
 from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
-from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
+from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, element_names
 from pyro_nami.messages import quoted, warn
 from pyro_nami.program.isolation import forked_rng, seed_rng
 from pyro_nami.program.program import Program
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Posterior", "is_derived"]
 
-MOST_PLOTTED = 6  # numbers of a figure of pairs
 DERIVED = {"exact", "quadrature", "prior"}  # rules of conditionals in closed form
 
 
@@ -112,11 +112,9 @@ class Posterior(WeightedSamples):
         known = self._of_one_data_set()
         shapes = {name: value.shape[1:] for name, value in known.items()}
         given = {name: torch.as_tensor(values[name]).to(known[name]) for name in known}
-        leads = {
-            name: value.shape[: value.dim() - len(shapes[name])] for name, value in given.items()
-        }
-        lead = next(iter(leads.values()))
-        if any(leads[name] != lead or given[name].shape != lead + shapes[name] for name in known):
+        first, shape = next(iter(shapes.items()))
+        batch = given[first].shape[: given[first].dim() - len(shape)]
+        if any(given[name].shape != batch + shape for name, shape in shapes.items()):
             got = {name: tuple(value.shape) for name, value in given.items()}
             raise ValueError(
                 f"Expected values of shapes (*batch, *site shape), of one batch; got {got}."
@@ -125,7 +123,7 @@ class Posterior(WeightedSamples):
         model = AtDraws.of(replace(self._target, guide=None), known)
         with pyro.validation_enabled(False):
             found = model.read(flat, _log_joint)["log_joint"]
-        return (found - self.log_evidence).reshape(lead)
+        return (found - self.log_evidence).reshape(batch)
 
     @cached_property
     def map(self) -> dict[str, Tensor]:
@@ -154,35 +152,32 @@ class Posterior(WeightedSamples):
         Returns:
             Site -> ``(num_samples, *site shape)``.
         """
-        program = Program(unmapped(self._target.program.model), args, kwargs)
-        target = Target(program, None)
+        target = Target(Program(unmapped(self._target.program.model), args, kwargs), None)
         known = self._of_one_data_set()
 
-        def choose(site: Any) -> Tensor | None:
+        def fits(site: Any) -> bool:
             value = known.get(site["name"])
-            return None if value is None or site["fn"].shape() != value.shape[1:] else value[0]
+            return value is not None and site["fn"].shape() == value.shape[1:]
+
+        def choose(site: Any) -> Tensor | None:
+            return known[site["name"]][0] if fits(site) else None
 
         with torch.no_grad():
             now = target.run_model(target.one(), Runner({}, choose=choose))
-        held = {
-            name: value
-            for name, value in known.items()
-            if name in now and now[name]["fn"].shape() == value.shape[1:]
-        }
-        if fresh := [name for name in known if name in now and name not in held]:
+        held = {name: known[name] for name, site in now.items() if fits(site)}
+        fresh = [name for name in known if name in now and name not in held]
+        if fresh:
             warn(
                 f"The posterior has no draws of {quoted(fresh)} for the instances of these arguments: they are drawn "
                 "from the model's own conditional given all others."
             )
 
         def read(sites: Mapping[str, Any], extent: Extent) -> dict[str, Tensor]:
-            return {
-                name: site["value"]
-                .expand(site["fn"].shape())
-                .reshape(extent.sizes + now[name]["fn"].shape())
-                for name, site in sites.items()
-                if name not in held and not site_is_factor(site)
-            }
+            found = {}
+            for name, site in sites.items():
+                if name not in held and not site_is_factor(site):
+                    found[name] = whole(site).reshape(extent.sizes + now[name]["fn"].shape())
+            return found
 
         return AtDraws.of(target, held).read(held, read)
 
@@ -191,7 +186,7 @@ class Posterior(WeightedSamples):
     def __repr__(self) -> str:
         return super().__repr__().replace("WeightedSamples", "Posterior", 1)
 
-    def plot(self, sites: Sequence[str] | None = None, num: int = MOST_PLOTTED) -> Figure:
+    def plot(self, sites: Sequence[str] | None = None, num: int = 6) -> Figure:
         """Returns a matplotlib figure of the marginals of some numbers, and of each pair of them.
 
         Args:
@@ -202,16 +197,13 @@ class Posterior(WeightedSamples):
             ImportError: matplotlib is not installed.
         """
         known = self.draws if sites is None else {name: self[name] for name in sites}
-        numbers = {}
+        columns = []
         for name, value in known.items():
-            flat = value.reshape(len(value), -1)
-            for i, place in enumerate(
-                itertools.islice(itertools.product(*map(range, value.shape[1:])), num)
-            ):
-                index = f"[{', '.join(map(str, place))}]" if place else ""
-                numbers[i, name] = (name + index, flat[:, i].double().cpu().numpy())
-        chosen = [numbers[key] for key in sorted(numbers, key=lambda key: key[0])[:num]]
-        return draw_pairs(dict(chosen), str(self.verdict))
+            flat = value.reshape(len(value), -1)[:, :num].double().cpu().numpy()
+            labels = element_names(name, value.shape[1:], num)
+            columns += [(i, label, flat[:, i]) for i, label in enumerate(labels)]
+        columns.sort(key=operator.itemgetter(0))
+        return draw_pairs({label: drawn for _, label, drawn in columns[:num]}, str(self.verdict))
 
     # ---- files
 

@@ -6,13 +6,14 @@ import math
 
 from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples, over
 
-__all__ = ["LEAST_EFFECTIVE", "MOST_ERROR", "Verdict", "checked", "of_weights", "untrusted"]
+__all__ = ["LEAST_EFFECTIVE", "Verdict", "checked", "of_weights", "untrusted"]
 
-MOST_ERROR = 0.1  # of a mean, in posterior standard deviations, that draws may be trusted with
-ERRORS = 2  # standard errors that an error is told with
-LEAST_EFFECTIVE = (ERRORS / MOST_ERROR) ** 2  # draws
-# Largest deviation of log weights, in nats, of an exact guide: what single precision and tables leave. It moves means
-# by less than as many standard deviations.
+# Effective draws by which a mean is within 0.1 posterior standard deviations (two standard errors). Ten times fewer
+# leave three times the error; ten times more are not to be had where weights are bad.
+LEAST_EFFECTIVE = 400
+# Largest standard deviation of the log weights of an exact guide, in nats: what single precision and tables leave. It
+# moves means by less than as many posterior standard deviations. At ten times more, errors that count pass for
+# rounding; at ten times less, rounding passes for an error.
 MOST_SPREAD = 0.02
 
 
@@ -97,18 +98,18 @@ def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict
 
 
 def _error(effective: float) -> float:
-    return ERRORS / math.sqrt(effective)
+    """Returns two standard errors of a mean, in posterior standard deviations."""
+    return 2 / math.sqrt(effective)
 
 
 def _spread(drawn: WeightedSamples, effective: float) -> float:
     """Returns the relative error of standard deviations: that of a variance is (kurtosis - 1) / draws, squared."""
     weights, most = drawn.smoothed_log_weights.double().softmax(0), 1.0
     for value in drawn.samples.values():
-        if not value.is_floating_point() or not value.numel():
-            continue
-        own, each = over(weights, value), value.double()
-        square = (each - (own * each).sum(0)).square()
-        variance = (own * square).sum(0)
-        kurtosis = (own * square.square()).sum(0) / variance.square()
-        most = max(most, float(kurtosis.nan_to_num(0.0, 0.0, 0.0).max()))
-    return ERRORS * math.sqrt((most - 1) / (4 * effective))
+        if value.is_floating_point() and value.numel():
+            own, each = over(weights, value), value.double()
+            square = (each - (own * each).sum(0)).square()
+            variance = (own * square).sum(0)
+            kurtosis = (own * square.square()).sum(0) / variance.square()
+            most = max(most, float(kurtosis.nan_to_num(0.0, 0.0, 0.0).max()))
+    return _error(effective) * math.sqrt(most - 1) / 2

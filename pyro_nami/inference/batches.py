@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,11 +12,10 @@ from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
+from pyro_nami.messages import quoted
 from pyro_nami.program.isolation import forked_rng, seed_rng
 
 __all__ = ["ArgumentsAt", "Simulations", "are_all", "as_draws", "batches_of"]
-
-HELD_OUT_SEED = 1_618_033_988  # that no training has; the same in every run
 
 Renew = Callable[[JointDraws], JointDraws]
 ArgumentsAt = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
@@ -40,8 +40,7 @@ class Simulations(NamedTuple):
     def fresh(self, step: int, size: int | None = None) -> Batch:
         """Returns the batch of a step, with Pyro's random numbers."""
         simulator = self.at(step)
-        draws = simulator.draw(size or self.size(step), keep_sites=True)
-        return Batch(simulator.program.args, simulator.program.kwargs, draws)
+        return simulator.batch(simulator.draw(size or self.size(step), keep_sites=True))
 
     def total(self, num: int) -> Iterator[Batch]:
         """Yields ``num`` simulations in batches."""
@@ -59,7 +58,7 @@ class Simulations(NamedTuple):
             return None
         if isinstance(given, int):
             with forked_rng():
-                seed_rng(HELD_OUT_SEED)
+                seed_rng(1_618_033_988)  # a seed that no training has
                 batches = list(self.total(given))
             return lambda: batches
         if are_all(given):
@@ -68,24 +67,22 @@ class Simulations(NamedTuple):
         return lambda: (self.given(values, i) for i, values in enumerate(kept))
 
 
-def batches_of(
-    simulations: Simulations, steps: int, data: Any, renew: Renew | None = None
-) -> Iterator[Batch]:
-    """Returns the batches of a number of steps, of a data set or simulated when they are asked for.
+def batches_of(simulations: Simulations, data: Any, renew: Renew | None = None) -> Iterator[Batch]:
+    """Returns the batches of all steps, of a data set or simulated when they are asked for.
 
     Args:
         simulations: the model's simulations.
-        steps: how many.
         data: simulations made before, see `as_draws`, read again and again, an iterator once; None: none.
         renew: returns the simulations of the next epoch, of data given all at once.
     """
+    steps = itertools.count()
     if data is None:
-        return map(simulations.fresh, range(steps))
+        return map(simulations.fresh, steps)
     if are_all(data):
         given = _shuffled(as_draws(data, simulations.simulator), simulations.size, renew)
     else:
         given = _epochs(data)
-    return map(simulations.given, given, range(steps))
+    return map(simulations.given, given, steps)
 
 
 def _shuffled(
@@ -137,13 +134,13 @@ def as_draws(values: Any, simulator: Simulator) -> JointDraws:
             values = dict(zip(names, values))
     if not isinstance(values, Mapping):
         raise TypeError(
-            f"Expected simulations as JointDraws, or as tensors of {', '.join(map(repr, names))} in a mapping or in "
+            f"Expected simulations as JointDraws, or as tensors of {quoted(names)} in a mapping or in "
             f"this order, all at once or in batches; got {type(values).__name__}."
         )
     for name in names:
         if values.get(name) is None:
             raise ValueError(
-                f"Expected a tensor for every site, {', '.join(map(repr, names))}; got none for '{name}'."
+                f"Expected a tensor for every site, {quoted(names)}; got none for '{name}'."
             )
     num = len(values[names[0]])
     found = {}

@@ -6,8 +6,9 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from pyro.optim import PyroOptim
@@ -154,9 +155,9 @@ class InferenceCompilation:
         held_out = simulations.held_out(validation)
         trainer.begin()
         moves = LatentMoves(simulations.at(0), self.guide, refresh) if refresh else None
-        batches = batches_of(simulations, steps, data, moves)
-        plan = _Schedule(steps, validate_every, patience, tracker or _ignored, moves, progress)
-        _train(trainer, batches, held_out, plan)
+        batches = itertools.islice(batches_of(simulations, data, moves), steps)
+        bar = tqdm(batches, "compiling", steps, disable=not progress, mininterval=0.2)
+        _train(trainer, bar, held_out, moves, tracker or _ignored, validate_every, patience)
         return trainer.history
 
     def _ask_for_any_data(self) -> None:
@@ -178,46 +179,33 @@ class InferenceCompilation:
         return self._trainer, Simulations(self._trainer.simulator, arguments, self.batch_size)
 
 
-class _Schedule(NamedTuple):
-    """When training validates and stops, in steps, where it logs, and how latents move between epochs."""
-
-    steps: int
-    validate_every: int
-    patience: int | None
-    log: Callable[[str, float, int], Any]
-    moves: LatentMoves | None
-    progress: bool
-
-
 def _train(
     trainer: Trainer,
-    batches: Iterator[Batch],
+    batches: tqdm,
     held_out: Callable[[], Iterable[Batch]] | None,
-    plan: _Schedule,
+    moves: LatentMoves | None,
+    log: Callable[[str, float, int], Any],
+    validate_every: int,
+    patience: int | None,
 ) -> None:
-    """Takes the steps of a schedule, until the patience or the batches end."""
-    history, log, last = trainer.history, plan.log, plan.steps
-    done = 0
-    with tqdm(desc="compiling", total=last, disable=not plan.progress, mininterval=0.2) as bar:
-        while done < last and _patient(history, plan) and (batch := next(batches, None)):
-            done += 1
-            log("loss", trainer.step(batch), done)
-            if getattr(trainer.guide, "num_parameters", 1) == 0:  # all conditionals are derived
+    """Takes a step on each batch, until the patience or the batches end; see `InferenceCompilation.fit`."""
+    history = trainer.history
+    for done, batch in enumerate(batches, 1):
+        log("loss", trainer.step(batch), done)
+        if getattr(trainer.guide, "num_parameters", 1) == 0:  # all conditionals are derived
+            break
+        if held_out is not None and (done % validate_every == 0 or done == batches.total):
+            moved = 0.0 if moves is None else moves.moved
+            log("validation_loss", trainer.validate(held_out(), moved), done)
+            if patience is not None and history.validations_since_best() >= patience:
                 break
-            if held_out is not None and (done % plan.validate_every == 0 or done == last):
-                moved = 0.0 if plan.moves is None else plan.moves.moved
-                log("validation_loss", trainer.validate(held_out(), moved), done)
-            if done % 50 == 0:
-                bar.set_postfix_str(history.recent(), refresh=False)
-            bar.update()
+        if done % 50 == 0:
+            batches.set_postfix_str(history.recent(), refresh=False)
+    batches.close()
     if trainer.best is not None:
         trainer.load_weights(trainer.best)
     if history.skipped:
         warn(f"{history.shortfall()}; they were left out.")
-
-
-def _patient(history: History, plan: _Schedule) -> bool:
-    return plan.patience is None or history.validations_since_best() < plan.patience
 
 
 def _ignored(name: str, value: float, step: int) -> None:
@@ -236,10 +224,8 @@ def _check_validation(validation: Any, patience: int | None) -> None:
 
 
 def _check_refresh(refresh: int, args: Any, data: Any) -> None:
-    given = "none" if data is None else type(data).__name__
-    if callable(args):
-        given = "arguments that vary"
     if callable(args) or not are_all(data):
+        given = "arguments that vary" if callable(args) else type(data).__name__
         raise ValueError(
             f"Expected simulations all at once in data, of the same arguments, with refresh={refresh}; got {given}."
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from pyro_nami.inference.simulate import JointDraws
 
 __all__ = ["History"]
 
 
-@dataclasses.dataclass(repr=False)
+@dataclass(repr=False)
 class History:
     """Losses of a training run, and how many of its simulations were not finite.
 
@@ -25,12 +28,12 @@ class History:
         1
     """
 
-    losses: list[float] = dataclasses.field(default_factory=list)
-    validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
     best_step: int | None = None
     simulations: int = 0
     skipped: int = 0
-    non_finite: dict[str, int] = dataclasses.field(default_factory=dict)
+    non_finite: Counter[str] = field(default_factory=Counter)
 
     def __repr__(self) -> str:
         told = self.recent() if self.losses else "nothing"
@@ -42,34 +45,32 @@ class History:
         best = self.best_step
         return 0 if best is None else sum(step > best for step, _ in self.validation)
 
-    def count(
-        self, drawn: int, skipped: int, non_finite: Mapping[str, int], most: float = 0.1
-    ) -> None:
-        """Takes the figures of one batch.
+    def finite(self, draws: JointDraws, most: float = 0.1) -> JointDraws:
+        """Returns the simulations that are finite, and counts the others.
 
         Were more than a tenth left out, a guide would learn the posterior of another model.
 
         Raises:
             ValueError: a larger share of all simulations than ``most`` is not finite, once there are 1 / most^2.
         """
-        self.simulations += drawn
-        self.skipped += skipped
-        for name, number in non_finite.items():
-            self.non_finite[name] = self.non_finite.get(name, 0) + number
+        kept, non_finite = draws.finite()
+        self.simulations += draws.num
+        self.skipped += draws.num - kept.num
+        self.non_finite.update(non_finite)
         if self.simulations >= most**-2 and self.skipped > most * self.simulations:
             raise ValueError(
                 f"Expected at most {most:.0%} of the simulations with NaN or infinite values; "
                 f"{self.shortfall()}. Give the model priors under which it does not overflow."
             )
+        return kept
 
     def shortfall(self) -> str:
         """Returns in words how many simulations are not finite, and where, the worst site first."""
-        worst = sorted(self.non_finite.items(), key=lambda item: -item[1])
+        worst = self.non_finite.most_common()
         sites = ", ".join(f"'{name}' ({number})" for name, number in worst)
         return f"{self.skipped} of {self.simulations} simulations are not finite, at {sites}"
 
     def recent(self) -> str:
         """Returns the latest losses in words."""
-        losses = self.losses[-50:]
-        text = f"loss {sum(losses) / len(losses):.3f} nats"
+        text = f"loss {fmean(self.losses[-50:]):.3f} nats"
         return f"{text}, held out {self.validation[-1][1]:.3f}" if self.validation else text

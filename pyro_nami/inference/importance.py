@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,12 +26,13 @@ from pyro_nami.inference.site_messages import (
     Values,
     plate_names,
     plate_nesting,
+    values_at,
+    whole,
     with_idle_dims,
 )
 from pyro_nami.inference.target import (
     Extent,
     Target,
-    in_one_line,
     log_densities,
     per_draw,
     run_for_many,
@@ -233,14 +235,9 @@ class Proposal:
 
     def _fault(self, target: Target) -> str | None:
         """Returns why a few draws cannot be made at once; None if they can, or if no draws can."""
-        try:
+        with suppress(BadDensity):
             return replace(self, target=target).difference(few_draws(self._sites))
-        except BadDensity:
-            return None
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
-            return in_one_line(error)
+        return None
 
     def _chunk(self, num: int, weigh: Callable[..., Weighed]) -> _Draws:
         return self._draws(weigh(self.target, self.target.extent(num)))
@@ -262,7 +259,7 @@ class Proposal:
     def _weighed_prior(self, target: Target, extent: Extent) -> Weighed:
         """Runs the model at its own draws, and tells the guide's density there."""
         sites = target.run_model(extent, Runner(extent.data))
-        log_q = target.guide_log_prob(extent, {name: _whole(sites[name]) for name in self.latents})
+        log_q = target.guide_log_prob(extent, {name: whole(sites[name]) for name in self.latents})
         log_q = torch.where(log_q.isnan(), -torch.inf, log_q)  # far out, where it draws nothing
         return Weighed(extent, {}, sites, {"all latents": log_q}, log_densities(sites))
 
@@ -274,20 +271,17 @@ class Proposal:
         log_weights = log_p - log_q
         fault = _fault_of(run) if checked and not (log_weights < torch.inf).all() else ""
         values = {
-            name: _whole(run.model[name]).reshape(run.extent.sizes + shape)
+            name: whole(run.model[name]).reshape(run.extent.sizes + shape)
             for name, shape in self.shapes.items()
         }
         return _Draws(values, log_weights, fault)
 
     def _differing(self, run: Weighed) -> str | None:
         """Returns a log density of the first or last good draw that differs in a run of its own; None if none does."""
-        drawn = _drawn(run)
+        single = {name: self.single.guide[name] for name in _drawn(run)}
 
         def alone_at(index: Any) -> Values:
-            values = {
-                name: value[index].reshape(self.single.guide[name]["fn"].shape())
-                for name, value in drawn.items()
-            }
+            values = values_at(index, run.guide, single)
             return _by_role(_weighed(self.target, self.target.one(index[-1]), values))
 
         good = (~_summed(run.log_p, run.extent).isnan()).nonzero()
@@ -299,10 +293,6 @@ class Proposal:
 def _summed(log_probs: Values, extent: Extent) -> Tensor:
     total: Any = sum(per_draw(log_probs, extent).values())
     return total
-
-
-def _whole(site: Any) -> Tensor:
-    return site["value"].expand(site["fn"].shape())
 
 
 # Where distributions refuse draws, the model's log density is NaN or minus infinity, so that a weight tells.
@@ -345,7 +335,7 @@ def _fault_of(run: Weighed) -> str:
 
 def _drawn(run: Weighed) -> Values:
     """Returns the values of all sites that the guide draws."""
-    return {name: _whole(site) for name, site in run.guide.items() if not site["is_observed"]}
+    return {name: whole(site) for name, site in run.guide.items() if not site["is_observed"]}
 
 
 def _by_role(run: Weighed) -> Values:

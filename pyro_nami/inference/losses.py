@@ -86,9 +86,9 @@ class CompilationLoss(nn.Module):
             self.derived, self.arguments = -float(log_prob.mean()), batch[:2]
 
 
-def _identities(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[int], dict[str, int]]:
-    """Returns which objects these arguments are."""
-    return [id(value) for value in args], {name: id(value) for name, value in kwargs.items()}
+def _identities(args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns which objects these arguments are, and their names."""
+    return [*kwargs, *map(id, (*args, *kwargs.values()))]
 
 
 def site_log_probs(guide: Callable, batch: Batch) -> Values:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.site_messages import Sites, Values, with_idle_dims
+from pyro_nami.messages import quoted
 from pyro_nami.program.runner import is_fixed
 
 __all__ = ["Observations", "as_mapping", "as_tensor", "observed_names"]
@@ -52,7 +53,7 @@ class Observations:
         }
         for name, value in given.items():
             if name not in self._shapes:
-                known = ", ".join(map(repr, self._shapes))
+                known = quoted(self._shapes)
                 raise ValueError(
                     f"Expected observations of the model's sites, {known}; got one of '{name}'."
                 )

@@ -14,7 +14,6 @@ from torch import Tensor
 
 __all__ = ["check_log_weights", "smooth"]
 
-MIN_TAIL = 5  # draws in a tail that is fitted, as in the paper; a fit to fewer says nothing
 # Share of all weights by which a tail has to exceed the other weights. At ten times more, bad weights may pass for good
 # ones; at ten times less, rounding may pass for a tail.
 MIN_EXCESS = 1e-3
@@ -89,7 +88,7 @@ def _smooth_row(row: Tensor, length: int) -> tuple[Tensor, float]:
     excess, index = excess[in_tail], index[in_tail]
     if length > 0 and excess.sum() / (row - largest).exp().sum() < MIN_EXCESS:
         return row, -math.inf
-    if len(excess) < MIN_TAIL:
+    if len(excess) < 5:  # as in the paper; a fit to fewer says nothing
         return row, math.inf
     if excess[-1 - int(len(excess) / 4 - 0.5)] == excess[0]:  # in order, the largest first
         return row, -math.inf

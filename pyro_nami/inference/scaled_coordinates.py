@@ -17,9 +17,6 @@ from pyro_nami.networks.running import center_and_spread
 
 __all__ = ["Coordinates", "SiteForm", "site_forms"]
 
-# Largest standardized coordinate that is linear, in spreads. At ten times more, a heavy tail outweighs other values.
-MAX_LINEAR = 5.0
-
 
 class SiteForm(NamedTuple):
     """A site's own shape ``(*plates, *event)``, and a map to unconstrained space, the same for all values."""
@@ -57,11 +54,12 @@ def _as_float(value: Tensor) -> Tensor:
 class Coordinates:
     """Unconstrained coordinates of all elements of some sites, (x - median) / (half the width of the central 68%).
 
-    They are logarithmic beyond 5, so that heavy tails count for little.
+    They are logarithmic beyond a bound, so that heavy tails count for little.
 
     Args:
         values: site -> ``(batch, ...)``, a sample that they are standardized by.
         forms: of the sites.
+        linear: the bound, in spreads.
 
     Attributes:
         sizes: site -> the number of its coordinates, in their order.
@@ -72,7 +70,10 @@ class Coordinates:
         tensor([-1.,  0.,  1.])
     """
 
-    def __init__(self, values: Values, forms: Mapping[str, SiteForm]) -> None:
+    def __init__(
+        self, values: Values, forms: Mapping[str, SiteForm], *, linear: float = 5.0
+    ) -> None:
+        self.linear = linear
         self._maps = {name: forms[name].unconstrain for name in values}
         parts = self._parts(values, 1)
         self.sizes = {name: part.shape[1] for name, part in parts.items()}
@@ -83,8 +84,8 @@ class Coordinates:
         """Returns the coordinates of values with some batch dims, ``(*batch, coordinates)``."""
         raw = torch.cat(list(self._parts(values, batch_dims).values()), -1)
         standard = (raw - self._center) / self._scale
-        beyond = (standard.abs() - MAX_LINEAR).clamp(min=0)
-        return standard.clamp(-MAX_LINEAR, MAX_LINEAR) + standard.sign() * beyond.log1p()
+        beyond = (standard.abs() - self.linear).clamp(min=0)
+        return standard.clamp(-self.linear, self.linear) + standard.sign() * beyond.log1p()
 
     def _parts(self, values: Values, batch_dims: int) -> Values:
         parts = {}

@@ -28,10 +28,11 @@ from pyro_nami.inference.site_messages import (
     log_density,
     plate_nesting,
     plate_shape,
+    values_at,
     with_idle_dims,
 )
-from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
-from pyro_nami.messages import check_counts, warn
+from pyro_nami.inference.target import Extent, Target, run_for_many
+from pyro_nami.messages import check_counts, quoted, warn
 from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.loops import family_of
@@ -235,6 +236,10 @@ class Simulator:
         latents = {name: value for name, value in values.items() if name not in observed}
         return JointDraws(latents, observed, self.nesting)
 
+    def batch(self, draws: JointDraws) -> Batch:
+        """Returns joint draws with the model's arguments."""
+        return Batch(self.program.args, self.program.kwargs, draws)
+
     def at(self, *args: Any, **kwargs: Any) -> Simulator:
         """Returns a simulator of the same model at other arguments, not checked again.
 
@@ -303,7 +308,7 @@ class Simulator:
     def _check_sites(self, sites: Sites, given: set[str]) -> None:
         """Raises where no simulations can be made, or a name that a user has given is no site's."""
         for name in sorted(given - self.single.keys()):
-            known = ", ".join(map(repr, self.single))
+            known = quoted(self.single)
             raise ValueError(
                 f"Expected names of the model's sites, {known}, in observed; got '{name}'. Of sites that are "
                 "deterministic, or a Delta, `amortize` makes data."
@@ -330,19 +335,12 @@ class Simulator:
     def _difference(self, sites: Sites) -> str | None:
         """Returns where a vectorized run goes wrong, found by replaying its draws one by one; None if nowhere."""
         num = few_draws(sites.values())
-        try:
-            batch = self._batch(num)
+        batch = self._batch(num)
 
-            def alone_at(draw: int) -> Values:
-                values = {
-                    name: batch[name]["value"][draw].reshape(site["fn"].shape())
-                    for name, site in self.single.items()
-                }
-                return _log_densities(self.sites(values=values))
+        def alone_at(draw: int) -> Values:
+            return _log_densities(self.sites(values=values_at(draw, batch, self.single)))
 
-            wrong = differing_site(_log_densities(batch), range(num), alone_at)
-        except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
-            return in_one_line(error)
+        wrong = differing_site(_log_densities(batch), range(num), alone_at)
         return wrong and f"the log density of site '{wrong}' differs from that in a run of one draw"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_nami.messages import quoted
 from pyro_nami.program.plate_dims import frames_of
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "plate_names",
     "plate_nesting",
     "plate_shape",
+    "values_at",
+    "whole",
     "with_idle_dims",
 ]
 
@@ -49,7 +52,7 @@ def check_latents(whose: str, found: Collection[str], latents: Collection[str]) 
     """Raises ValueError where the sites of a guide, or of given draws, are not the model's latents."""
     for name in sorted(set(found) ^ set(latents)):
         raise ValueError(
-            f"Expected {whose} at every latent, {', '.join(map(repr, latents))}, and no other; got "
+            f"Expected {whose} at every latent, {quoted(latents)}, and no other; got "
             + (f"'{name}' as well." if name in found else f"none at '{name}'.")
         )
 
@@ -84,6 +87,24 @@ def check_declared(site: Any, nesting: int) -> None:
             f"Expected the batch dims of site '{site['name']}' to be those of its plates; got {tuple(shape)}. Declare "
             "them by .to_event() or pyro.plate."
         )
+
+
+def whole(site: Any) -> Tensor:
+    """Returns a site's value at the full shape of its distribution."""
+    return site["value"].expand(site["fn"].shape())
+
+
+def values_at(index: Any, sites: Sites, single: Sites) -> Values:
+    """Returns the values of one draw of a run for many, of the shapes that the sites have in a single run.
+
+    Args:
+        index: of the draw, in the batch dims.
+        sites: of the run for many.
+        single: the sites that are wanted, from a single run.
+    """
+    return {
+        name: whole(sites[name])[index].reshape(site["fn"].shape()) for name, site in single.items()
+    }
 
 
 def with_idle_dims(value: Tensor, site: Any, nesting: int, num_batch: int) -> Tensor:

@@ -228,7 +228,9 @@ class _Factored(TorchFunctionMode):
 
 @bounded_indices()
 def run_for_many(
-    target: Target, difference: Callable[[Target], str | None]
+    target: Target,
+    difference: Callable[[Target], str | None],
+    raised: tuple[type[Exception], ...] = (),
 ) -> tuple[Target, str | None]:
     """Returns a target that is run for many draws, and None; or the target as it is, and why this fails.
 
@@ -236,16 +238,26 @@ def run_for_many(
 
     Args:
         target: a model and a guide.
-        difference: from a target to where its batched runs differ from single ones; None if nowhere.
+        difference: from a target to where its batched runs differ from single ones; None if nowhere. An error is a
+            difference too: a model may do anything with batch dims that it was not written for.
+        raised: errors that are raised all the same.
     """
-    if isinstance(target.program.model, SimulatorModel):  # mapped, it may draw at no site
-        return target, difference(target)
 
     def at(program: Program) -> Target:
         bind(target.guide, program.model)
         return replace(target, program=program)
 
-    program, reason = for_many(target.program, target.nesting, lambda each: difference(at(each)))
+    def difference_at(program: Program) -> str | None:
+        try:
+            return difference(at(program))
+        except (torch.OutOfMemoryError, *raised):
+            raise
+        except Exception as error:  # noqa: BLE001  see above
+            return in_one_line(error)
+
+    if isinstance(target.program.model, SimulatorModel):  # mapped, it may draw at no site
+        return target, difference_at(target.program)
+    program, reason = for_many(target.program, target.nesting, difference_at)
     return at(program), reason
 
 

@@ -18,16 +18,13 @@ from pyro_nami.inference.losses import CompilationLoss, non_finite_sites, site_l
 from pyro_nami.inference.optimizers import Optimization
 from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.inference.site_messages import Values
-from pyro_nami.messages import warn
+from pyro_nami.messages import quoted, warn
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import MANY_DRAWS
 
 __all__ = ["Trainer"]
 
 REGRESSED = 2000  # simulations that a guide is regressed on; a tenth are fewer than the features of many guides
-# Largest loss of a held-out simulation, in widths of the central 68% of losses above these. At ten times more, one
-# simulation that is far out chooses the weights.
-REACH = 10.0
 
 
 class Trainer:
@@ -50,7 +47,7 @@ class Trainer:
     ) -> None:
         if simulator.trainable:
             warn(
-                f"The model has trainable parameters, {', '.join(map(repr, simulator.trainable))}. The guide is "
+                f"The model has trainable parameters, {quoted(simulator.trainable)}. The guide is "
                 "compiled for the model as it is, and they are left alone; fit them first, by SVI say."
             )
         self.simulator = simulator
@@ -71,25 +68,35 @@ class Trainer:
 
     def step(self, batch: Batch) -> float:
         """Moves the weights by one step; returns the loss before, NaN where no simulation is finite."""
-        # a loader's may be on the host
-        draws, non_finite = batch.draws.to(self.finite[0].device).finite()
-        self.history.count(batch.draws.num, batch.draws.num - draws.num, non_finite)
-        loss = self._descend(batch._replace(draws=draws)) if draws.num else math.nan
+        batch = self._kept(batch, self.history)
+        loss = self._descend(batch) if batch.draws.num else math.nan
         self.history.losses.append(loss)
-        return self.history.losses[-1]
+        return loss
 
-    def validate(self, batches: Iterable[Batch], moved: float = 0.0) -> float:
+    def _kept(self, batch: Batch, history: History) -> Batch:
+        """Returns the finite simulations of a batch, which a loader may have on the host, and counts the others."""
+        draws = history.finite(batch.draws.to(self.finite[0].device))
+        return batch._replace(draws=draws)
+
+    def validate(
+        self, batches: Iterable[Batch], moved: float = 0.0, *, reach: float = 10.0
+    ) -> float:
         """Returns the mean loss on held-out batches, and keeps the weights if it is low enough.
 
         Few held-out simulations do not tell which of many weights are best. Where the latents of the training
         simulations are moved, so that they are not overfit, later weights are better, as the learning rate falls.
         So the loss of later weights may be above the lowest loss, by the share of the latents that ``moved`` times
-        the standard error of the difference. Losses of single simulations far out are cut off at ten widths of the
-        central 68% above these.
+        the standard error of the difference.
+
+        Args:
+            batches: held-out simulations.
+            moved: the share of the latents of the training simulations that moves between epochs.
+            reach: largest loss of a simulation, in widths of the central 68% of losses above these; so that one
+                simulation far out does not choose the weights.
         """
         losses, done = self.losses(batches), len(self.history.losses)
         low, high = losses.quantile(0.16), losses.quantile(0.84)
-        losses = losses.clamp(max=high + REACH * (high - low))
+        losses = losses.clamp(max=high + reach * (high - low))
         loss = float(losses.mean())
         self.history.validation.append((done, loss))
         self.optimization.validated(loss)
@@ -113,10 +120,9 @@ class Trainer:
         losses, seen = [], History()
         with _unseen():
             for batch in batches:
-                kept, non_finite = batch.draws.to(self.finite[0].device).finite()
-                seen.count(batch.draws.num, batch.draws.num - kept.num, non_finite)
-                if kept.num:
-                    losses.append(self.loss(batch._replace(draws=kept), whole=True).double())
+                batch = self._kept(batch, seen)
+                if batch.draws.num:
+                    losses.append(self.loss(batch, whole=True).double())
         if not losses:
             raise ValueError(
                 f"Expected finite simulations to evaluate the loss on; {seen.shortfall()}."
@@ -143,10 +149,8 @@ class Trainer:
         """Returns the message for a loss or gradient that is not finite, with the sites that it comes from."""
         with pyro.validation_enabled(False):
             sites, largest = non_finite_sites(self.guide, self.optimization.parameters, batch)
-        found = []
-        for name in sites:
-            most = batch.draws.latents[name].abs().max().item()
-            found.append(f"'{name}' (values up to {most:.3g})")
+        latents = batch.draws.latents
+        found = [f"'{name}' (values up to {latents[name].abs().max():.3g})" for name in sites]
         where = ", ".join(found) or f"no single site (the largest loss is that of '{largest}')"
         return (
             f"Expected a finite loss and gradient; in step {len(self.history.losses) + 1} the guide's log density or "
@@ -172,13 +176,12 @@ class Trainer:
 def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws | None) -> Values:
     """Calls a guide, which makes lazy parameters, and regresses it if it can be; returns its parameters by name."""
     guide: Any = loss.guide
-    args, kwargs = simulator.program.args, simulator.program.kwargs
     regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
     count = MANY_DRAWS if regress is None else REGRESSED
     with forked_rng():
         draws = simulator.draw(count) if given is None else next(given.in_batches(count))
     draws, _ = draws.finite()
-    batch = Batch(args, kwargs, draws)
+    batch = simulator.batch(draws)
     few = batch._replace(draws=next(draws.in_batches(MANY_DRAWS)))
     with torch.no_grad(), _unseen():
         if not isinstance(guide, nn.Module):
@@ -189,7 +192,7 @@ def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws |
         loss(few)
     if regress is not None:
         with forked_rng(), _unseen():
-            regress(draws.latents, *args, **batch.with_data)
+            regress(draws.latents, *batch.args, **batch.with_data)
     if simulator.vectorized and hasattr(guide, "log_prob_of") and guide.num_parameters:
         with torch.no_grad(), _unseen():
             loss.derive(batch)

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
 from pyro_nami.inference.site_messages import Values
-from pyro_nami.messages import aligned, check_counts, warn
+from pyro_nami.messages import aligned, check_counts, quoted, warn
 
 __all__ = [
     "K_MAX",
     "Pool",
     "WeightedSamples",
+    "element_names",
     "interval",
     "log_mean",
     "log_mean_error",
@@ -33,9 +34,9 @@ __all__ = [
     "warn_of_bad",
 ]
 
-# k-hat below which the weights' variance is finite; k-hat above which no practical number of draws is enough
+# k-hat below which the weights' variance is finite; k-hat above which no practical number of draws is enough. Both are
+# from Vehtari et al. 2024.
 K_GOOD, K_MAX = 0.5, 0.7
-MOST_LINES = 100  # of a site in a table
 
 
 class Pool(NamedTuple):
@@ -125,10 +126,8 @@ class WeightedSamples:
     @cached_property
     def effective_sample_size(self) -> Tensor:
         """(sum w)^2 / sum w^2, ``(*data sets)``: the number of draws from the posterior of the same variance."""
-        size = (
-            2 * torch.logsumexp(self.log_weights, 0) - torch.logsumexp(2 * self.log_weights, 0)
-        ).exp()
-        return size / (1 + size * self._pool.draws)
+        inverse = self._weights(smoothed=False).square().sum(0)
+        return 1 / (inverse + self._pool.draws)
 
     @cached_property
     def _smoothed(self) -> tuple[Tensor, Tensor]:
@@ -163,7 +162,8 @@ class WeightedSamples:
     def std(self, site: str, *, smoothed: bool = True) -> Tensor:
         """Returns the posterior standard deviation of a site, elementwise, ``(*data sets, *site shape)``."""
         value, weights = self._weighted(site, smoothed)
-        return ((value - (value * weights).sum(0)).square() * weights).sum(0).sqrt()
+        off = value - (value * weights).sum(0)
+        return (off.square() * weights).sum(0).sqrt()
 
     def quantile(
         self, site: str, q: float | Sequence[float] | Tensor, *, smoothed: bool = True
@@ -232,9 +232,10 @@ class WeightedSamples:
         except ImportError as error:
             raise ImportError("to_arviz needs ArviZ: pip install pyro-nami[arviz]") from error
         drawn = self.resample(self.num_samples if num is None else num)
-        named = {name: self._named(name, value) for name, value in drawn.items()}
-        posterior = {name: value[None].cpu().numpy() for name, (value, _) in named.items()}
-        dims = {name: names for name, (_, names) in named.items()}
+        posterior, dims = {}, {}
+        for name, value in drawn.items():
+            value, dims[name] = self._named(name, value)
+            posterior[name] = value[None].cpu().numpy()
         if "posterior" in inspect.signature(arviz.from_dict).parameters:  # before 1.0
             result = arviz.from_dict(posterior=posterior, dims=dims)
         else:
@@ -246,11 +247,8 @@ class WeightedSamples:
 
     def _named(self, name: str, value: Tensor) -> tuple[Tensor, list[str]]:
         """Returns a site's draws without dims of plates that it is not in, and names for all dims but the draws'."""
-        sets = self.log_weights.dim() - 1
-        names: list[str | None] = (
-            ["data_set"] if sets == 1 else [f"data_set_{i}" for i in range(sets)]
-        )
-        names += self.plates.get(name, ())
+        sets = ["data_set"] * (self.log_weights.dim() - 1)
+        names = [*sets, *self.plates.get(name, ())]
         idle = [1 + i for i, plate in enumerate(names) if plate is None and value.shape[1 + i] == 1]
         value = value.squeeze(idle) if idle else value
         names = [plate for i, plate in enumerate(names) if 1 + i not in idle]
@@ -259,7 +257,7 @@ class WeightedSamples:
 
     # ---- for the reader
 
-    def summary(self, prob: float = 0.9) -> str:
+    def summary(self, prob: float = 0.9, *, elements: int = 100) -> str:
         """Returns the verdict, and a table of the posterior with a line for each element.
 
         Columns are mean, standard deviation, median and the ends of a central interval; ``draws``, how many
@@ -268,6 +266,7 @@ class WeightedSamples:
 
         Args:
             prob: of the central interval.
+            elements: how many lines a site has at most.
         """
         ends = interval(prob)
         head = ("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends), "draws", "moved")
@@ -278,14 +277,12 @@ class WeightedSamples:
             told = torch.stack(
                 [mean, sd, *self.quantile(name, ends).to(mean), self._effective(name), moved]
             )
-            places = itertools.islice(itertools.product(*map(range, mean.shape)), MOST_LINES)
-            for place, numbers in zip(places, told.reshape(7, -1).T.tolist()):
-                index = f"[{', '.join(map(str, place))}]" if place else ""
-                *numbers, effective, off = numbers
+            labels = element_names(name, mean.shape, elements)
+            for label, (*numbers, effective, off) in zip(labels, told.reshape(7, -1).T.tolist()):
                 shown = (f"{number:.3g}" for number in numbers)
-                rows.append((name + index, *shown, f"{effective:.0f}", f"{off:.2f}"))
-            if mean.numel() > MOST_LINES:
-                rows.append((f"{name}: {mean.numel() - MOST_LINES:,} more", *[""] * 7))
+                rows.append((label, *shown, f"{effective:.0f}", f"{off:.2f}"))
+            if mean.numel() > elements:
+                rows.append((f"{name}: {mean.numel() - elements:,} more", *[""] * 7))
         return "\n".join([repr(self), "", *aligned(rows, words=(0,))])
 
     def _effective(self, name: str) -> Tensor:
@@ -332,8 +329,7 @@ class WeightedSamples:
     def _weighted(self, site: str, smoothed: bool) -> tuple[Tensor, Tensor]:
         """A site's draws as floats, and weights that broadcast against them."""
         if site not in self.samples:
-            known = ", ".join(map(repr, self.samples))
-            raise ValueError(f"Expected one of the sites {known}; got '{site}'.")
+            raise ValueError(f"Expected one of the sites {quoted(self.samples)}; got '{site}'.")
         weights = self._weights(smoothed)
         value = self.samples[site]
         if not value.is_floating_point():
@@ -350,6 +346,12 @@ def interval(prob: float) -> list[float]:
     if not 0 < prob < 1:
         raise ValueError(f"Expected a probability between 0 and 1; got {prob}.")
     return [(1 - prob) / 2, 0.5, (1 + prob) / 2]
+
+
+def element_names(name: str, shape: Sequence[int], most: int) -> list[str]:
+    """Returns the names of a site's first elements, ``name[i, j]``, or the site's own name if it has no dims."""
+    places = itertools.islice(itertools.product(*map(range, shape)), most)
+    return [name + (str(list(place)) if place else "") for place in places]
 
 
 def log_mean(log_weights: Tensor) -> Tensor:

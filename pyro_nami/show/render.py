@@ -7,9 +7,8 @@ __all__ = ["render"]
 import itertools
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet, label, plate_list
@@ -48,34 +47,32 @@ def render(structure: BayesNet | Inverse, format: str = "text") -> str:
     return str(structure) if format == "text" else _mermaid(structure)
 
 
-class Node(NamedTuple):
-    """A site as it is drawn: its id, the lines of its text, and its style: solid, or one of `_MERMAID_STYLES`."""
-
-    id: str
-    lines: list[str]
-    style: str
-
-
-class Edge(NamedTuple):
-    """An arrow between the nodes of these ids; dashed if it is fill-in; its text may be empty."""
-
-    source: str
-    target: str
-    dashed: bool = False
-    text: str = ""
-
-
 @dataclass
 class NodeBox:
-    """A plate, or the whole drawing: the nodes in it and the plates nested in it."""
+    """A plate, or the whole drawing: Mermaid's text of the nodes in it, and the plates nested in it."""
 
     title: str = ""
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[str] = field(default_factory=list)
     boxes: dict[Hashable, NodeBox] = field(default_factory=dict)
 
+    def lines(self, indent: str, numbers: Iterator[int]) -> Iterator[str]:
+        """Yields the lines of all nodes; each nested box takes the next of the numbers."""
+        for node in self.nodes:
+            yield indent + node
+        for inner in self.boxes.values():
+            yield f'{indent}subgraph p{next(numbers)}["{_escaped(inner.title)}"]'
+            yield from inner.lines(indent + "  ", numbers)
+            yield f"{indent}end"
 
-def _layout(structure: BayesNet | Inverse) -> tuple[NodeBox, list[Edge]]:
-    """Returns the nodes in their nested plates, and the edges between them."""
+
+_STYLES = {
+    "observed": "fill:#bbb",
+    "dashed": "stroke-dasharray:6 4",
+    "dotted": "stroke-dasharray:2 2",
+}
+
+
+def _mermaid(structure: BayesNet | Inverse) -> str:
     inverse = structure if isinstance(structure, Inverse) else None
     net = structure.net if isinstance(structure, Inverse) else structure
     shown = [name for name, site in net.sites.items() if not (inverse and site.marginalized)]
@@ -93,67 +90,43 @@ def _layout(structure: BayesNet | Inverse) -> tuple[NodeBox, list[Edge]]:
                 # The size of a ragged nested plate is its number of instances in all outer ones together.
                 size = f"{net.plate_sizes[plate]}{' in all' if plate in net.nesting else ''}"
                 box = box.boxes.setdefault(plate, NodeBox(f"{label(plate)} ({size})"))
-        box.nodes.append(_node(net, inverse, name, ids[name]))
-    edges = (
-        _inverse_edges(inverse, ids) if inverse else (Edge(ids[u], ids[v]) for u, v in net.edges)
-    )
-    return outer, list(edges)
-
-
-def _node(net: BayesNet, inverse: Inverse | None, name: Hashable, id: str) -> Node:
-    site = net.sites[name]
-    lines = [label(name)]
-    style = "observed" if site.observed else "solid"
-    if site.marginalized:
-        lines.append("marginalized")
-        style = "dashed"
-    if inverse and inverse.joint.get(name):
-        lines.append(f"jointly over {plate_list(net, inverse.joint[name])}")
-    if inverse and name in inverse.predictive:
-        lines.append("from the model")
-        style = "dotted"
-    return Node(id, lines, style)
-
-
-def _inverse_edges(inverse: Inverse, ids: Mapping[Hashable, str]) -> Iterator[Edge]:
-    adjacent = {frozenset(edge) for edge in inverse.net.edges}
-    for v in reversed(inverse.order):
-        for u in inverse.parents[v]:
-            pooled = plate_list(inverse.net, inverse.pooled(v, u))
-            text = f"over {pooled}" if pooled else ""
-            yield Edge(ids[u], ids[v], frozenset((u, v)) not in adjacent, text)
-
-
-_MERMAID_STYLES = {
-    "observed": "fill:#bbb",
-    "dashed": "stroke-dasharray:6 4",
-    "dotted": "stroke-dasharray:2 2",
-}
-
-
-def _mermaid(structure: BayesNet | Inverse) -> str:
-    outer, edges = _layout(structure)
-    body = list(_mermaid_box(outer, "  ", itertools.count()))
-    for edge in edges:
-        text = f'|"{_mermaid_text(edge.text)}"|' if edge.text else ""
-        body.append(f"  {edge.source} {'-.->' if edge.dashed else '-->'}{text} {edge.target}")
-    for name, style in _MERMAID_STYLES.items():
+        box.nodes.append(ids[name] + _node(net, inverse, name))
+    edges = _inverse_edges(inverse) if inverse else ((u, "-->", v) for u, v in net.edges)
+    body = list(outer.lines("  ", itertools.count()))
+    body += [f"  {ids[u]} {arrow} {ids[v]}" for u, arrow, v in edges]
+    for name, style in _STYLES.items():
         if any(line.endswith(f":::{name}") for line in body):
             body.append(f"  classDef {name} {style}")
     return "\n".join(["flowchart TD", *body])
 
 
-def _mermaid_box(box: NodeBox, indent: str, numbers: Iterator[int]) -> Iterator[str]:
-    for node in box.nodes:
-        text = "<br>".join(map(_mermaid_text, node.lines))
-        style = f":::{node.style}" if node.style in _MERMAID_STYLES else ""
-        yield f'{indent}{node.id}(["{text}"]){style}'
-    for inner in box.boxes.values():
-        yield f'{indent}subgraph p{next(numbers)}["{_mermaid_text(inner.title)}"]'
-        yield from _mermaid_box(inner, indent + "  ", numbers)
-        yield f"{indent}end"
+def _node(net: BayesNet, inverse: Inverse | None, name: Hashable) -> str:
+    """Returns the shape of a site: its lines of text, and its style, if it has one of `_STYLES`."""
+    site = net.sites[name]
+    lines = [label(name)]
+    style = ":::observed" if site.observed else ""
+    if site.marginalized:
+        lines.append("marginalized")
+        style = ":::dashed"
+    if inverse and inverse.joint.get(name):
+        lines.append(f"jointly over {plate_list(net, inverse.joint[name])}")
+    if inverse and name in inverse.predictive:
+        lines.append("from the model")
+        style = ":::dotted"
+    return f'(["{"<br>".join(map(_escaped, lines))}"]){style}'
 
 
-def _mermaid_text(text: str) -> str:
-    """Text for a quoted Mermaid label, everything that could be markup as a character code."""
+def _inverse_edges(inverse: Inverse) -> Iterator[tuple[Hashable, str, Hashable]]:
+    """Yields parent, arrow and child: arrows of fill-in are dashed, and name the plates that they pool."""
+    adjacent = {frozenset(edge) for edge in inverse.net.edges}
+    for v in reversed(inverse.order):
+        for u in inverse.parents[v]:
+            arrow = "-->" if frozenset((u, v)) in adjacent else "-.->"
+            pooled = plate_list(inverse.net, inverse.pooled(v, u))
+            text = f'|"{_escaped("over " + pooled)}"|' if pooled else ""
+            yield u, arrow + text, v
+
+
+def _escaped(text: str) -> str:
+    """Returns quoted text of Mermaid's, with a character code for everything that could be markup."""
     return re.sub(r"[^\w .,:()\[\]'/-]", lambda found: f"#{ord(found[0])};", text)
