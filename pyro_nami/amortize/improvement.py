@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from pyro_nami.annealing.annealing import annealed_importance_sampling
@@ -156,17 +157,16 @@ def _affordable(target: Target, data: Observations) -> float:
 def _changed(drawn: WeightedSamples, change: Callable[[Tensor], Tensor]) -> WeightedSamples:
     """Returns draws of which all tensors ``(draws, data sets, ...)`` are changed."""
     pool = drawn.pool and Pool(*(change(part[None])[0] for part in drawn.pool))
-    samples = {name: change(value) for name, value in drawn.samples.items()}
-    return WeightedSamples(samples, change(drawn.log_weights), drawn.plates, pool)
+    samples, log_weights = tree_map(change, (drawn.samples, drawn.log_weights))
+    return WeightedSamples(samples, log_weights, drawn.plates, pool)
 
 
 def _replaced(drawn: WeightedSamples, rows: Tensor, found: WeightedSamples) -> WeightedSamples:
     """Returns draws of which the draws of some data sets are replaced by those found."""
-    samples = {
-        name: value.index_copy(1, rows, found.samples[name])
-        for name, value in drawn.samples.items()
-    }
-    log_weights = drawn.log_weights.index_copy(1, rows, found.log_weights)
-    pools = zip(drawn.pool or (), found.pool or ())
-    pool = Pool(*(old.index_copy(0, rows, new) for old, new in pools))
+    samples, log_weights = tree_map(
+        lambda old, new: old.index_copy(1, rows, new),
+        (drawn.samples, drawn.log_weights),
+        (found.samples, found.log_weights),
+    )
+    pool = tree_map(lambda old, new: old.index_copy(0, rows, new), drawn.pool, found.pool)
     return WeightedSamples(samples, log_weights, drawn.plates, pool)

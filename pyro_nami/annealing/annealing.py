@@ -58,7 +58,7 @@ from pyro_nami.annealing.transitions import (
     variance_of_lineages,
 )
 from pyro_nami.inference.observations import as_mapping
-from pyro_nami.inference.site_messages import Values, plate_names
+from pyro_nami.inference.site_messages import Values, joined, plate_names
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
 from pyro_nami.messages import check_counts
@@ -266,14 +266,13 @@ def _anneal(
 def _joined(parts: list[_Annealed], start: Start) -> AnnealedSamples:
     """Returns the result for all chunks; without the dim of data sets if they are not batched."""
     samples, *numbers = zip(*parts)
-    joined = [torch.cat(part, -1) for part in numbers]
+    numbers = [torch.cat(part, -1) for part in numbers]
     if start.target.data.num is None:
-        joined = [part.squeeze(-1) for part in joined]
-    log_weights, acceptance, step_size, variance = joined
-    own, plates = {}, {}
+        numbers = [part.squeeze(-1) for part in numbers]
+    log_weights, acceptance, step_size, variance = numbers
+    values, own, plates = joined(samples, 1), {}, {}
     for name, site in start.latents.items():
-        value = torch.cat([values[name] for values in samples], 1)
-        own[name] = value.reshape(log_weights.shape + site["fn"].shape())
+        own[name] = values[name].reshape(log_weights.shape + site["fn"].shape())
         plates[name] = plate_names(site)
     pool = Pool.none(variance)._replace(evidence=variance)
     return AnnealedSamples(

@@ -33,7 +33,7 @@ from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.scaled_coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import with_drawn_data
-from pyro_nami.inference.site_messages import Sites, Values
+from pyro_nami.inference.site_messages import Sites, Values, joined
 from pyro_nami.inference.target import Extent, Target, bind, in_one_line
 from pyro_nami.messages import aligned, check_counts, quoted
 from pyro_nami.program.runner import Runner, takes_observations
@@ -291,10 +291,9 @@ def _ranks_of_all(
             f"{in_one_line(error)}. Write the model for batch dims on the left, `w @ X.mT` for `X @ w` say, or "
             "make the guide with exact=False, anchor=False, which does without."
         ) from error
-    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return {
         name: ranks.reshape(-1, *forms[name].shape) if name in forms else ranks
-        for name, ranks in found.items()
+        for name, ranks in joined(parts).items()
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.inference.site_messages import plate_nesting, with_idle_dims
+from pyro_nami.inference.site_messages import joined, plate_nesting, with_idle_dims
 from pyro_nami.inference.target import Extent, Target
 from pyro_nami.program.many_draws import FEWEST_DRAWS, difference_at, for_many
 from pyro_nami.program.memory import rows_in_memory
@@ -58,7 +58,7 @@ class AtDraws(NamedTuple):
         for first in range(0, num, rows):
             part = {name: value[first : first + rows] for name, value in draws.items()}
             parts.append(self._part(part, min(rows, num - first), read))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return joined(parts)
 
     def _part(self, draws: Mapping[str, Tensor], num: int, read: Read) -> dict[str, Tensor]:
         if self.is_at_once:

@@ -24,6 +24,7 @@ from pyro_nami.annealing.tempering import PathValue, Start, TemperedPath
 from pyro_nami.annealing.transitions import ChainState, hamiltonian_step
 from pyro_nami.fit.verdict import LEAST_EFFECTIVE
 from pyro_nami.inference.cost import Count
+from pyro_nami.inference.site_messages import joined
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
 from pyro_nami.program.many_draws import FEWEST_DRAWS
@@ -208,11 +209,10 @@ class Chains:
         """Returns the last draws ``(draws, *site shape)``, as many as are asked for or a few more."""
         assert self.path is not None
         last = self.kept[-math.ceil(self.num / self.count) :]
-        parts = [self.path.at(each).values for each in last]
-        shapes = {name: site["fn"].shape() for name, site in self.start.latents.items()}
+        values = joined([self.path.at(each).values for each in last])
         return {
-            name: torch.cat([part[name] for part in parts]).reshape(-1, *shape)
-            for name, shape in shapes.items()
+            name: values[name].reshape(-1, *site["fn"].shape())
+            for name, site in self.start.latents.items()
         }
 
     def draws(self, drawn: WeightedSamples) -> WeightedSamples:

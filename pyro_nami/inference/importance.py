@@ -24,6 +24,7 @@ from pyro_nami.inference.observations import Observations, as_mapping
 from pyro_nami.inference.site_messages import (
     Sites,
     Values,
+    joined,
     plate_names,
     plate_nesting,
     values_at,
@@ -192,9 +193,7 @@ class Proposal:
         for weigh, num in ((_weighed, from_guide), (proposal._weighed_prior, from_prior)):
             for done in range(0, num, size):
                 chunks.append(make(min(size, num - done), weigh))
-        values = {
-            name: torch.cat([chunk.values[name] for chunk in chunks]) for name in self.latents
-        }
+        values = joined([chunk.values for chunk in chunks])
         log_weights = torch.cat([chunk.log_weights for chunk in chunks])
         lost = log_weights.isnan()
         if lost.any():

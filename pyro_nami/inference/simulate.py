@@ -17,6 +17,7 @@ import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pyro_nami.factors.wrappers import layers
 from pyro_nami.inference.observations import observed_names
@@ -86,12 +87,10 @@ class JointDraws(NamedTuple):
         lost = torch.stack(list(bad.values())).any(0)
         if not lost.any():  # one transfer from the device, and rarely more
             return self, {}
-        counts = {name: int(rows.sum()) for name, rows in bad.items()}
-        return self.select(~lost), {name: count for name, count in counts.items() if count}
+        return self.select(~lost), {n: int(rows.sum()) for n, rows in bad.items() if rows.any()}
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> JointDraws:
-        latents, observed = ({name: change(v) for name, v in part.items()} for part in self[:2])
-        return JointDraws(latents, observed, self.nesting)
+        return JointDraws(*tree_map(change, self[:2]), self.nesting)
 
 
 class Batch(NamedTuple):

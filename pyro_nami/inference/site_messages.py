@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -18,6 +19,7 @@ __all__ = [
     "check_declared",
     "check_full_plates",
     "check_latents",
+    "joined",
     "log_density",
     "plate_names",
     "plate_nesting",
@@ -87,6 +89,11 @@ def check_declared(site: Any, nesting: int) -> None:
             f"Expected the batch dims of site '{site['name']}' to be those of its plates; got {tuple(shape)}. Declare "
             "them by .to_event() or pyro.plate."
         )
+
+
+def joined(parts: Sequence[Values], dim: int = 0) -> dict[str, Tensor]:
+    """Returns the values of several runs in one tensor a site, one behind the other along a dim."""
+    return {name: torch.cat([part[name] for part in parts], dim) for name in parts[0]}
 
 
 def whole(site: Any) -> Tensor:
