@@ -27,6 +27,7 @@ from pyro_nami.amortize.first_guide import first_guide, named
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.amortize.soap import SOAP
 from pyro_nami.factors.unconstrained import flow
+from pyro_nami.fit.posterior import learned
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
@@ -167,16 +168,16 @@ class _Training(NamedTuple):
         if not guide.num_parameters:
             return _Trained(0.0, guide, self.seen)
         families = {name: rule.family for name, rule in guide._made().learned.items()}
-        learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
-        plain = [name for name in learned if name in families and families[name].locations]
+        names = learned(guide)
+        plain = [name for name in names if name in families and families[name].locations]
         if plain:
             return self._flows(plain, options)
-        if len(learned) > len(families):  # states of a loop, by a recurrent network
+        if len(names) > len(families):  # states of a loop, by a recurrent network
             return self.run(guide, rate=RATE / 10)
         # modes are derived: there is little to learn, and a step takes long
         return self.run(guide, rate=RATE / 20, share=1 / 6)
 
-    def _flows(self, learned: Sequence[str], options: Mapping[str, Any]) -> _Trained:
+    def _flows(self, names: Sequence[str], options: Mapping[str, Any]) -> _Trained:
         """Returns the best of up to three guides by splines; after one that overfits comes one with more restraint."""
         # without a density the latents of simulations do not move, and four splines do best for few of them as well
         few = self.draws.num < FEW_SIMULATIONS
@@ -184,7 +185,7 @@ class _Training(NamedTuple):
         make = functools.partial(
             AutoNaMIGuide,
             self.simulator.model,
-            families=dict.fromkeys(learned, flow(8, 2 if few and moves else 4)),
+            families=dict.fromkeys(names, flow(8, 2 if few and moves else 4)),
             observed=self.simulator.observed,
             hidden_features=(64, 64),
             **options,

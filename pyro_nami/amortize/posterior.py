@@ -13,7 +13,7 @@ from pyro_nami.amortize.data_distance import ADVICE, SimulatedData
 from pyro_nami.amortize.first_guide import TOLERATED
 from pyro_nami.amortize.improvement import annealed, improved
 from pyro_nami.fit.fitting import DEFENSIVE
-from pyro_nami.fit.posterior import Posterior
+from pyro_nami.fit.posterior import Posterior, learned
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import weighted_draws
@@ -77,8 +77,7 @@ class AmortizedPosterior:
         if isinstance(self.model, SimulatorModel):
             return self._unweighted(self.model, data, num_samples)
         if defensive is None:
-            learned = any(note.rule == "learned" for note in self.guide.rules.values())
-            defensive = DEFENSIVE if learned else 0.0
+            defensive = DEFENSIVE if learned(self.guide) else 0.0
         target = Target(
             Program(self.model, self.args, self.kwargs), self.guide, prior_share=defensive
         )

@@ -265,8 +265,8 @@ def _anneal(
 
 def _joined(parts: list[_Annealed], start: Start) -> AnnealedSamples:
     """Returns the result for all chunks; without the dim of data sets if they are not batched."""
-    samples, *numbers = zip(*parts)
-    numbers = [torch.cat(part, -1) for part in numbers]
+    samples, *others = zip(*parts)
+    numbers = [torch.cat(part, -1) for part in others]
     if start.target.data.num is None:
         numbers = [part.squeeze(-1) for part in numbers]
     log_weights, acceptance, step_size, variance = numbers

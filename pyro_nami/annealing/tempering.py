@@ -254,7 +254,7 @@ class Start:
             target, reason = run_for_many(
                 self.target,
                 lambda target: replace(self, target=target)._difference(num_chains, rows),
-                raised=(OutsideSupport, NotImplementedError),
+                raised=(OutsideSupport, NotImplementedError, torch.OutOfMemoryError),
             )
         if reason is not None:
             raise ValueError(

@@ -205,20 +205,21 @@ class Chains:
         given = self.start.given or {}
         return self.start.path(len(next(iter(given.values()))), _ROWS, standardized)
 
-    def _last(self) -> dict[str, Tensor]:
-        """Returns the last draws ``(draws, *site shape)``, as many as are asked for or a few more."""
+    def _last(self, num: int = 2048) -> dict[str, Tensor]:
+        """Returns the last draws ``(draws, *site shape)`` of a number, or a few more; by default for the next round."""
         assert self.path is not None
-        last = self.kept[-math.ceil(self.num / self.count) :]
+        last = self.kept[-math.ceil(num / self.count) :]
         values = joined([self.path.at(each).values for each in last])
         return {
             name: values[name].reshape(-1, *site["fn"].shape())
             for name, site in self.start.latents.items()
         }
 
+    @torch.no_grad()
     def draws(self, drawn: WeightedSamples) -> WeightedSamples:
         """Returns the last draws, of equal weight, in place of weighted draws."""
-        given = self.start.given or {}
-        samples = {name: given[name] for name in drawn.samples}
+        last = self._last(self.num)
+        samples = {name: last[name] for name in drawn.samples}
         count = len(next(iter(samples.values())))
         effective = min(self.effective, float(count))
         own = torch.full_like(drawn.log_evidence, 1 / effective - 1 / count)

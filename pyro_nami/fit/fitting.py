@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from pyro_nami.deriving.collapsed import OPEN
 from pyro_nami.fit.chains import MOST_R_HAT, run_chains
-from pyro_nami.fit.posterior import Posterior, is_derived
+from pyro_nami.fit.posterior import Posterior, is_derived, learned
 from pyro_nami.fit.training import train
 from pyro_nami.fit.verdict import LEAST_EFFECTIVE, checked, of_weights, untrusted
 from pyro_nami.guide import first_latents
@@ -150,13 +150,13 @@ class _Fitting:
         self.guide.answer_for(*self.program.args, **self.program.kwargs)
         self.unseen = self.guide.mix() or 0.0
         self._say("weighing draws")
-        if self._learned:
+        if learned(self.guide):
             self._take(self._weighed(LEAST_EFFECTIVE))  # more may take long, before training
-        if not self._learned or self._is_enough:
+        if not learned(self.guide) or self._is_enough:
             self._take(self._weighed(self.num))
         if self.unseen > MOST_UNSEEN:
             return self._found  # which no further draws mend
-        if self._learned and not self._is_enough:
+        if learned(self.guide) and not self._is_enough:
             if self._run_chains():
                 return self._found
             self._take(self._trained())
@@ -231,11 +231,6 @@ class _Fitting:
     # ---- what is known
 
     @property
-    def _learned(self) -> list[str]:
-        """The latents whose conditionals are learned."""
-        return [name for name, note in self.guide.rules.items() if note.rule == "learned"]
-
-    @property
     def _flat(self) -> list[str]:
         """The latents with improper priors."""
         nodes = self.guide.prototype_trace.nodes
@@ -249,7 +244,7 @@ class _Fitting:
     @property
     def _target(self) -> Target:
         """The model and the guide; some draws are the prior's, which show modes that a guide has not learned."""
-        share = DEFENSIVE if self._learned and not self._flat else 0.0
+        share = DEFENSIVE if learned(self.guide) and not self._flat else 0.0
         return Target(self.program, self.guide, prior_share=share)
 
     def _take(self, drawn: WeightedSamples) -> None:

@@ -30,7 +30,7 @@ from pyro_nami.program.vectorized import unmapped
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Posterior", "is_derived"]
+__all__ = ["Posterior", "is_derived", "learned"]
 
 DERIVED = {"exact", "quadrature", "prior"}  # rules of conditionals in closed form
 
@@ -252,6 +252,11 @@ class Posterior(WeightedSamples):
                 "at a time."
             )
         return self.draws
+
+
+def learned(guide: Any) -> list[str]:
+    """Returns the latents whose conditionals a guide learns."""
+    return [name for name, note in guide.rules.items() if note.rule == "learned"]
 
 
 def is_derived(guide: Any) -> bool:

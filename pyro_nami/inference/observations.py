@@ -53,9 +53,8 @@ class Observations:
         }
         for name, value in given.items():
             if name not in self._shapes:
-                known = quoted(self._shapes)
                 raise ValueError(
-                    f"Expected observations of the model's sites, {known}; got one of '{name}'."
+                    f"Expected observations of the model's sites, {quoted(self._shapes)}; got one of '{name}'."
                 )
             value = as_tensor(name, value, sites[name]["value"])
             if value.shape != self._shapes[name]:

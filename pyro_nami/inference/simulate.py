@@ -90,7 +90,8 @@ class JointDraws(NamedTuple):
         return self.select(~lost), {n: int(rows.sum()) for n, rows in bad.items() if rows.any()}
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> JointDraws:
-        return JointDraws(*tree_map(change, self[:2]), self.nesting)
+        latents, observed = tree_map(change, self[:2])
+        return JointDraws(latents, observed, self.nesting)
 
 
 class Batch(NamedTuple):
@@ -307,10 +308,9 @@ class Simulator:
     def _check_sites(self, sites: Sites, given: set[str]) -> None:
         """Raises where no simulations can be made, or a name that a user has given is no site's."""
         for name in sorted(given - self.single.keys()):
-            known = quoted(self.single)
             raise ValueError(
-                f"Expected names of the model's sites, {known}, in observed; got '{name}'. Of sites that are "
-                "deterministic, or a Delta, `amortize` makes data."
+                f"Expected names of the model's sites, {quoted(self.single)}, in observed; got '{name}'. Of sites that "
+                "are deterministic, or a Delta, `amortize` makes data."
             )
         for role, names in (("latent", self.latent), ("observed", self.observed)):
             if not names:

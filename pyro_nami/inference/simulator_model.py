@@ -64,8 +64,10 @@ class Simulated(TorchDistribution):
         )
 
 
-class SimulatorModel:
+class SimulatorModel(Messenger):
     """A model some of whose data can be drawn, but have no density.
+
+    It is the handler of its own runs, which turns values at the sites of data into draws.
 
     Args:
         model: any; where it has values at the sites of data, a `pyro.deterministic` or a `Delta`, they become draws.
@@ -74,25 +76,18 @@ class SimulatorModel:
     """
 
     def __init__(self, model: Callable, data: Mapping[str, int], weighted: bool = True) -> None:
+        super().__init__()
         self.model = model
         self.data = data
         self.weighted = weighted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Drawn(self.data, self.weighted):
+        with self:
             return self.model(*args, **kwargs)
 
     def without_data(self) -> SimulatorModel:
         """Returns the model whose data have no density, so none is asked for."""
         return SimulatorModel(self.model, self.data, weighted=False)
-
-
-class _Drawn(Messenger):
-    """Turns values at some sites, which are deterministic, into draws."""
-
-    def __init__(self, data: Mapping[str, int], weighted: bool) -> None:
-        super().__init__()
-        self.data, self.weighted = data, weighted
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] not in self.data:
@@ -100,15 +95,11 @@ class _Drawn(Messenger):
         if not isinstance(msg["fn"], Simulated):
             value = msg["fn"]() if msg["value"] is None else msg["value"]
             ndims = self.data[msg["name"]]
-            msg["fn"] = Simulated(_itself, value, ndims, value.shape[value.dim() - ndims :])
+            msg["fn"] = Simulated(Tensor.clone, value, ndims, value.shape[value.dim() - ndims :])
             msg.update(value=None, is_observed=False, done=False)
             msg["infer"] = {**msg["infer"], "_deterministic": False, "_drawn": True}
         if not self.weighted:
             msg["fn"] = msg["fn"].mask(False)
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value
 
 
 def with_drawn_data(

@@ -230,7 +230,7 @@ class _Factored(TorchFunctionMode):
 def run_for_many(
     target: Target,
     difference: Callable[[Target], str | None],
-    raised: tuple[type[Exception], ...] = (),
+    raised: tuple[type[Exception], ...] = (torch.OutOfMemoryError,),
 ) -> tuple[Target, str | None]:
     """Returns a target that is run for many draws, and None; or the target as it is, and why this fails.
 
@@ -250,7 +250,7 @@ def run_for_many(
     def difference_at(program: Program) -> str | None:
         try:
             return difference(at(program))
-        except (torch.OutOfMemoryError, *raised):
+        except raised:
             raise
         except Exception as error:  # noqa: BLE001  see above
             return in_one_line(error)
