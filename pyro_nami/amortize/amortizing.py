@@ -41,8 +41,12 @@ from pyro_nami.program.isolation import forked_rng
 
 __all__ = ["amortize"]
 
+# Simulations by default. The number of training steps goes with their square root, so that with ten times more training
+# takes three times as long.
 DEFAULT_SIMULATIONS = 10_000
-RATE = 0.06  # of SOAP; at 0.05 or 0.07 losses are about the same, and at ten times more or less far higher
+# Learning rate of SOAP, of splines; at 0.05 or 0.07 losses are about the same. A recurrent network takes a tenth of it:
+# at the whole rate it is lost.
+RATE = 0.06
 # Below so many simulations a guide has fewer splines and steps, which takes half the time and loses up to 0.2 nats.
 FEW_SIMULATIONS = 2_000
 

@@ -275,8 +275,7 @@ class Start:
         Raises:
             ValueError: a log density or an unconstrained value that is not finite there.
         """
-        path, sites = self._run(num_chains, rows)
-        path = replace(path, standardized=standardized)
+        path, sites = self._run(num_chains, rows, standardized)
         point = path.point(sites)
         _check_finite(point)
         if not path.value_of(point).start.isfinite().all():
@@ -288,7 +287,9 @@ class Start:
         ]
         return path, torch.cat(parts, -1)
 
-    def _run(self, num_chains: int, rows: slice) -> tuple[TemperedPath, Sites]:
+    def _run(
+        self, num_chains: int, rows: slice, standardized: frozenset[str] = frozenset()
+    ) -> tuple[TemperedPath, Sites]:
         """Returns the path for some data sets, and the sites of a run of the model at its start."""
         extent = self.target.extent(num_chains, rows)
 
@@ -297,7 +298,7 @@ class Start:
                 log_density(site)
 
         runner = Runner({**extent.data, **self._values(extent, rows)}, note=note)
-        path = TemperedPath(self.target, extent, self.shapes)
+        path = TemperedPath(self.target, extent, self.shapes, standardized)
         return path, self.target.run_model(extent, runner)
 
     def _difference(self, num_chains: int, rows: slice) -> str | None:

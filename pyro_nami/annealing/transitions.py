@@ -33,10 +33,6 @@ __all__ = [
     "variance_of_lineages",
 ]
 
-# Least relative growth of an inverse temperature, and its precision. At ten times more, few chains stay effective where
-# densities change quickly; at ten times less, annealing takes more temperatures there.
-MIN_GROWTH = 0.01
-
 
 class ChainState(NamedTuple):
     """Positions of all chains, ``(chains, data sets, size)``, and the log densities there."""
@@ -106,13 +102,16 @@ def sigmoid_temperatures(num: int) -> Tensor:
     return (values - values[0]) / (values[-1] - values[0])
 
 
-def next_temperatures(now: Tensor, share: float, log_weights: Tensor, ratio: Tensor) -> Tensor:
+def next_temperatures(
+    now: Tensor, share: float, log_weights: Tensor, ratio: Tensor, *, growth: float = 0.01
+) -> Tensor:
     """Returns the temperatures ``(data sets,)`` up to which this share of the chains that can go on stays effective.
 
     Args:
         now: temperatures now.
         share: conditional effective sample size, that of chains of one weight, as a share of them.
         log_weights, ratio: of the chains, ``(chains, data sets)``; see `PathValue`.
+        growth: least relative growth of a temperature, and the precision of the search.
 
     Example:
         >>> ratio = torch.tensor([[0.0], [4.0], [-torch.inf]])
@@ -128,9 +127,9 @@ def next_temperatures(now: Tensor, share: float, log_weights: Tensor, ratio: Ten
         once = weights + step * ratio
         return 2 * once.logsumexp(0) - (once + step * ratio).logsumexp(0) >= alive + math.log(share)
 
-    low, high = torch.finfo(now.dtype).tiny + MIN_GROWTH * now, 1 - now
+    low, high = torch.finfo(now.dtype).tiny + growth * now, 1 - now
     done = (low >= high) | alive.isneginf() | enough(high)
-    while (~done & (high > (1 + MIN_GROWTH) * low)).any():
+    while (~done & (high > (1 + growth) * low)).any():
         middle = (low * high).sqrt()
         found = enough(middle)
         low, high = middle.where(found, low), high.where(found, middle)

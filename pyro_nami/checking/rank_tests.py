@@ -33,8 +33,6 @@ BIASED = "biased"
 MISCALIBRATED = "miscalibrated"  # the test rejects, but neither location nor spread says why
 JOINT_DENSITY, JOINT_TARP = "joint density", "joint TARP"  # what all latents together are ranked by
 
-CLEAR = 3.0  # standard errors by which location or spread must be off to be named as what is wrong
-
 
 class RankVerdict(NamedTuple):
     """The result of testing the ranks of one site, or of a joint test.
@@ -83,8 +81,15 @@ def verdicts(ranks: Mapping[str, Counts], num_draws: int, level: float) -> dict[
     return found
 
 
-def judge(name: str, ranks: Counts, num_draws: int) -> RankVerdict:
-    """Returns the verdict on the ranks of a site by itself, not adjusted for other sites; never ``"calibrated"``."""
+def judge(name: str, ranks: Counts, num_draws: int, *, clear: float = 3.0) -> RankVerdict:
+    """Returns the verdict on the ranks of a site by itself, not adjusted for other sites; never ``"calibrated"``.
+
+    Args:
+        name: of the site, or of the joint test.
+        ranks: ``(data sets, *shape)``, among ``num_draws`` draws.
+        num_draws: draws of the guide for each data set.
+        clear: standard errors by which location or spread must be off to be named as what is wrong.
+    """
     num = len(ranks)
     counts = count_ranks(ranks.reshape(num, -1), num_draws)
     whole, *_ = tests = ecdf_tests(name, num, num_draws)
@@ -94,21 +99,21 @@ def judge(name: str, ranks: Counts, num_draws: int) -> RankVerdict:
     location, spread = _location_and_spread(counts[element])
     far, wide = location * num**0.5, (spread - 1) * (2 * num) ** 0.5  # in standard errors
     if name == JOINT_DENSITY:  # the truth lies further out than draws, or less far
-        clear = {OVERCONFIDENT: far, CONSERVATIVE: -far}
+        errors = {OVERCONFIDENT: far, CONSERVATIVE: -far}
     elif name == JOINT_TARP:
         # Distances that are only larger or only smaller, on average, have no name.
-        clear = {OVERCONFIDENT: wide * (far > -CLEAR), CONSERVATIVE: -wide * (far < CLEAR)}
+        errors = {OVERCONFIDENT: wide * (far > -clear), CONSERVATIVE: -wide * (far < clear)}
     else:
-        clear = {BIASED: abs(far), OVERCONFIDENT: wide, CONSERVATIVE: -wide}
-    kind = max(clear, key=lambda kind: clear[kind])
+        errors = {BIASED: abs(far), OVERCONFIDENT: wide, CONSERVATIVE: -wide}
+    kind, most = max(errors.items(), key=lambda item: item[1])
     return RankVerdict(
-        verdict=kind if clear[kind] > CLEAR else MISCALIBRATED,
+        verdict=kind if most > clear else MISCALIBRATED,
         p_value=min(1.0, len(tests) * len(counts) * p_value),
         elements=len(counts),
         worst=tuple(map(int, np.unravel_index(element, ranks.shape[1:]))),
         deviation=float(np.abs(whole.sums(counts[[element]]) / num - whole.levels).max()),
-        bias=location if BIASED in clear else float("nan"),
-        spread=spread if BIASED in clear else float("nan"),
+        bias=location if BIASED in errors else float("nan"),
+        spread=spread if BIASED in errors else float("nan"),
     )
 
 

@@ -50,15 +50,12 @@ class AtDraws(NamedTuple):
     @torch.no_grad()
     def read(self, draws: Mapping[str, Tensor], read: Read) -> dict[str, Tensor]:
         """Returns what is read off the sites of runs at draws, ``(num, ...)``."""
-        num = len(next(iter(draws.values())))
-        rows = 1
-        if self.is_at_once:
-            rows = rows_in_memory(sum(site["fn"].shape().numel() for site in self.sites.values()))
-        parts = []
-        for first in range(0, num, rows):
-            part = {name: value[first : first + rows] for name, value in draws.items()}
-            parts.append(self._part(part, min(rows, num - first), read))
-        return joined(parts)
+        elements = sum(site["fn"].shape().numel() for site in self.sites.values())
+        rows = rows_in_memory(elements) if self.is_at_once else 1
+        chunks = zip(*(value.split(rows) for value in draws.values()))
+        return joined(
+            [self._part(dict(zip(draws, chunk)), len(chunk[0]), read) for chunk in chunks]
+        )
 
     def _part(self, draws: Mapping[str, Tensor], num: int, read: Read) -> dict[str, Tensor]:
         if self.is_at_once:

@@ -35,7 +35,8 @@ __all__ = ["MOST_R_HAT", "Chains", "run_chains"]
 # chains, and fewer chains make more transitions in a time: an item response model has an R-hat of 1.02 after 30 s by 26
 # chains, and of 1.06 by 88, as 10,000 elements would give it.
 AN_OPERATION = 3_000
-# Largest R-hat of chains that agree. At 1.5, means may be a standard deviation off; at 1.005, few chains ever agree.
+# Largest R-hat of chains that agree. At 1.5, the means of chains differ by a standard deviation; for 1.005, it takes a
+# hundred effective draws of each chain.
 MOST_R_HAT = 1.05
 # Factors for the size of a step and for the number of steps, of transitions in turn. Where the density is narrow, only
 # small steps are accepted (2 of 84 chains did not move at all without). Along tails, chains move by long trajectories:

@@ -36,8 +36,8 @@ from pyro_nami.program.program import Program
 
 __all__ = ["Interrupted", "fit"]
 
-# Effective share of the draws from which more draws change little. At twice this share, good guides are trained and
-# drawn from anew for nothing; at a tenth, a trusted mean has three times the error.
+# Effective share of the draws from which more draws change little. At a tenth of it, errors are three times as large;
+# at twice as much, all guides but exact ones are drawn from again.
 ENOUGH = 0.5
 # Share of the draws that are the prior's, where conditionals are learned. At ten times more, half of the draws are
 # wasted; at ten times less, few draws are left to show a mode that the guide misses.
@@ -46,12 +46,12 @@ DEFENSIVE = 0.05
 # as long where few draws were asked for.
 FEWEST = 1000
 # Seconds of processor time that more draws, training, and chains may take. A posterior that is not trusted by then is
-# returned as it is; ten times less leaves models of hundreds of latents untrusted.
+# returned as it is. With ten times more, a call may take twenty minutes; with ten times less, little is mended.
 DRAWING = 20.0
 TRAINING = 60.0
 CHAINS = 45.0
-# Share of searches for modes that may lead to modes other than those found. At ten times more, draws without a tenth
-# of the posterior are trusted; at ten times less, hundreds of searches are too few.
+# Share of searches for modes that may lead to modes other than those found. At ten times more, draws may lack the modes
+# of a fifth of the searches; at ten times less, it takes hundreds of searches to tell.
 MOST_UNSEEN = 0.02
 MODES = "Tell modes apart by priors, or by an order of the latents."
 REMEDY = (

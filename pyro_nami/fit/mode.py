@@ -65,4 +65,4 @@ def highest(
         return dict(draw)
     with torch.no_grad():
         values = path.at(position).values
-    return {name: values[name].reshape(draw[name].shape).detach().to(draw[name]) for name in draw}
+    return {name: values[name].reshape(value.shape).to(value) for name, value in draw.items()}

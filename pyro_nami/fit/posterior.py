@@ -19,7 +19,7 @@ from pyro_nami.fit.mode import highest
 from pyro_nami.fit.pairs import draw_pairs
 from pyro_nami.fit.verdict import Verdict, of_weights
 from pyro_nami.inference.site_messages import whole
-from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
+from pyro_nami.inference.target import Extent, Target, log_densities, summed
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, element_names
 from pyro_nami.messages import quoted, warn
 from pyro_nami.program.isolation import forked_rng, seed_rng
@@ -267,7 +267,7 @@ def is_derived(guide: Any) -> bool:
 
 def _log_joint(sites: Mapping[str, Any], extent: Extent) -> dict[str, Tensor]:
     log_probs = log_densities(sites)
-    total: Any = sum(per_draw(log_probs, extent).values())
+    total = summed(log_probs, extent)
     for name, log_prob in log_probs.items():
         if not sites[name]["is_observed"]:
             inside = sites[name]["fn"].support.check(sites[name]["value"]).expand(log_prob.shape)

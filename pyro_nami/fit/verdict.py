@@ -9,7 +9,7 @@ from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples, over
 __all__ = ["LEAST_EFFECTIVE", "Verdict", "checked", "of_weights", "untrusted"]
 
 # Effective draws by which a mean is within 0.1 posterior standard deviations (two standard errors). Ten times fewer
-# leave three times the error; ten times more are not to be had where weights are bad.
+# leave three times the error; ten times more are all of the 4,000 draws that `fit` makes by default.
 LEAST_EFFECTIVE = 400
 # Largest standard deviation of the log weights of an exact guide, in nats: what single precision and tables leave. It
 # moves means by less than as many posterior standard deviations. At ten times more, errors that count pass for

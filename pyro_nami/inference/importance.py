@@ -37,6 +37,7 @@ from pyro_nami.inference.target import (
     log_densities,
     per_draw,
     run_for_many,
+    summed,
 )
 from pyro_nami.inference.weighted_samples import WeightedSamples, warn_of_bad
 from pyro_nami.messages import OneByOne, check_counts, warn
@@ -230,7 +231,7 @@ class Proposal:
             for name in self.latents
         }
         model = self.target.run_model(extent, Runner({**values, **extent.data}))
-        return _summed(log_densities(model), extent) - self.target.guide_log_prob(extent, values)
+        return summed(log_densities(model), extent) - self.target.guide_log_prob(extent, values)
 
     def _fault(self, target: Target) -> str | None:
         """Returns why a few draws cannot be made at once; None if they can, or if no draws can."""
@@ -263,10 +264,10 @@ class Proposal:
         return Weighed(extent, {}, sites, {"all latents": log_q}, log_densities(sites))
 
     def _draws(self, run: Weighed, checked: bool = True) -> _Draws:
-        log_q, log_p = (_summed(part, run.extent) for part in (run.log_q, run.log_p))
+        log_q, log_p = (summed(part, run.extent) for part in (run.log_q, run.log_p))
         if self.target.prior_share:
             prior = {name: run.log_p[name] / run.model[name]["scale"] for name in self.latents}
-            log_q = self.target.defended(log_q, _summed(prior, run.extent))
+            log_q = self.target.defended(log_q, summed(prior, run.extent))
         log_weights = log_p - log_q
         fault = _fault_of(run) if checked and not (log_weights < torch.inf).all() else ""
         values = {
@@ -283,15 +284,10 @@ class Proposal:
             values = values_at(index, run.guide, single)
             return _by_role(_weighed(self.target, self.target.one(index[-1]), values))
 
-        good = (~_summed(run.log_p, run.extent).isnan()).nonzero()
+        good = (~summed(run.log_p, run.extent).isnan()).nonzero()
         ends = map(tuple, good[[0, -1]].tolist() if len(good) else ())
         wrong = differing_site(_by_role(run), ends, alone_at)
         return wrong and f"{wrong} differs from that in a single run"
-
-
-def _summed(log_probs: Values, extent: Extent) -> Tensor:
-    total: Any = sum(per_draw(log_probs, extent).values())
-    return total
 
 
 # Where distributions refuse draws, the model's log density is NaN or minus infinity, so that a weight tells.

@@ -16,16 +16,17 @@ from pyro_nami.program.runner import takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 
-# Loss in nats above which the loss grows by its logarithm. At ten times less, the losses of long time series are bent;
-# at ten times more, one simulation of a heavy tail outweighs more of the others.
-LARGE = 1e6
-
 
 class CompilationLoss(nn.Module):
     """-log q(z | x) of simulations (z, x): a module, so that `DistributedDataParallel` can wrap it.
 
     A guide with ``log_prob(latents, *args, observations=..., **kwargs)`` takes one dense pass; any other runs in an
     outer plate, and takes ``observations=``, as for `CSIS`.
+
+    Args:
+        guide: takes ``observations=``.
+        large: loss in nats above which the loss grows by its logarithm, so that few simulations of a heavy tail do not
+            outweigh all others; at ten times less, the losses of long time series are bent.
 
     Attributes:
         derived: mean loss of the latents with conditionals derived from the model, in nats. They have no weights, so
@@ -42,7 +43,7 @@ class CompilationLoss(nn.Module):
         tensor([0.9189, 1.4189])
     """
 
-    def __init__(self, guide: Callable) -> None:
+    def __init__(self, guide: Callable, large: float = 1e6) -> None:
         super().__init__()
         if not takes_observations(guide, is_guide=True):
             raise TypeError(
@@ -51,14 +52,12 @@ class CompilationLoss(nn.Module):
                 "argument, and read the data from there."
             )
         self.guide = guide
+        self.large = large
         self.derived: float | None = None
         self.arguments: tuple[tuple, Mapping[str, Any]] = (), {}
 
     def forward(self, batch: Batch, *, whole: bool = False) -> Tensor:
-        """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it.
-
-        Above a million nats the loss grows by its logarithm, so that few simulations do not outweigh all others.
-        """
+        """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it."""
         guide: Any = self.guide
         args, _, draws = batch
         same = _identities(args, batch.kwargs) == _identities(*self.arguments)
@@ -74,8 +73,8 @@ class CompilationLoss(nn.Module):
                 f"Expected log densities of shape ({draws.num},) of the guide; got {tuple(log_prob.shape)}."
             )
         # a loss may be at the largest number
-        beyond = (-log_prob / LARGE).clamp(min=1)
-        return torch.where(beyond > 1, LARGE * (1 + beyond.log()), -log_prob)
+        beyond = (-log_prob / self.large).clamp(min=1)
+        return torch.where(beyond > 1, self.large * (1 + beyond.log()), -log_prob)
 
     def derive(self, batch: Batch) -> None:
         """Has the mean loss of derived latents on a batch stand for theirs, at its arguments; not if it is infinite."""

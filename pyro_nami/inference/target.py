@@ -48,6 +48,7 @@ __all__ = [
     "log_densities",
     "per_draw",
     "run_for_many",
+    "summed",
 ]
 
 _PLATES = ("_draws", "_data_sets")
@@ -296,6 +297,12 @@ def per_draw(log_probs: Values, extent: Extent) -> Values:
     return {
         name: log_prob.reshape(extent.sizes + (-1,)).sum(-1) for name, log_prob in log_probs.items()
     }
+
+
+def summed(log_probs: Values, extent: Extent) -> Tensor:
+    """Returns the log density of all sites together, ``extent.sizes``."""
+    total: Any = sum(per_draw(log_probs, extent).values())
+    return total
 
 
 def in_one_line(error: Exception) -> str:
