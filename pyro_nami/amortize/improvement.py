@@ -1,7 +1,7 @@
-"""Better draws for data sets of which few weighted draws of a guide are effective.
+"""Better draws for data sets for which few weighted draws of a guide are effective.
 
-They are resampled from more draws of the guide. Where these are too few as well, annealed importance sampling carries
-them to the posterior.
+The draws are resampled from more draws of the guide. Where too few of these are effective as well, annealed importance
+sampling carries them to the posterior.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def improved(
     unknown: Tensor,
     progress: bool,
 ) -> WeightedSamples:
-    """Returns draws of which those of bad data sets are replaced by better ones.
+    """Returns the draws with better draws for bad data sets.
 
     Args:
         target: the model and the guide, and the share of the draws that are the prior's.
@@ -81,9 +81,9 @@ class _Improvement(NamedTuple):
     progress: bool
 
     def resampled(self, drawn: WeightedSamples, bad: Tensor) -> WeightedSamples:
-        """Returns draws of which those of bad data sets are resampled from 4, 16, ... times as many.
+        """Returns the draws with draws for bad data sets that are resampled from 4, 16, ... times as many.
 
-        At the largest factor those of which fewer are effective than are asked for are annealed, if the model can be.
+        Data sets for which too few draws are effective at the largest factor are annealed, if the model can be.
         """
         factors = [each for each in (4, 16, 64, 256) if each * self.num <= self.most_draws] or [1]
         for factor in factors:
@@ -119,7 +119,7 @@ class _Improvement(NamedTuple):
         guide: Callable | None,
         draws: WeightedSamples | None = None,
     ) -> WeightedSamples:
-        """Returns draws of which those of some data sets are annealed from a guide, or the prior, if they can be."""
+        """Returns the draws with some data sets annealed from a guide, or from the prior, if the model can be."""
         share = 0.0 if guide is None else self.target.prior_share
         target = replace(self.target, guide=guide, prior_share=share)
         options = {"conditional_ess": 0.95, "draws": draws, "progress": self.progress}
@@ -155,14 +155,14 @@ def _affordable(target: Target, data: Observations) -> float:
 
 
 def _changed(drawn: WeightedSamples, change: Callable[[Tensor], Tensor]) -> WeightedSamples:
-    """Returns draws of which all tensors ``(draws, data sets, ...)`` are changed."""
+    """Returns the draws with a function applied to their tensors, ``(draws, data sets, ...)``."""
     pool = drawn.pool and Pool(*(change(part[None])[0] for part in drawn.pool))
     samples, log_weights = tree_map(change, (drawn.samples, drawn.log_weights))
     return WeightedSamples(samples, log_weights, drawn.plates, pool)
 
 
 def _replaced(drawn: WeightedSamples, rows: Tensor, found: WeightedSamples) -> WeightedSamples:
-    """Returns draws of which the draws of some data sets are replaced by those found."""
+    """Returns the draws with the draws found for some data sets in place of their own."""
     samples, log_weights = tree_map(
         lambda old, new: old.index_copy(1, rows, new),
         (drawn.samples, drawn.log_weights),

@@ -49,7 +49,7 @@ class AtDraws(NamedTuple):
 
     @torch.no_grad()
     def read(self, draws: Mapping[str, Tensor], read: Read) -> dict[str, Tensor]:
-        """Returns what is read off the sites of runs at draws, ``(num, ...)``."""
+        """Returns the tensors that a function reads off the sites of runs at draws, ``(num, ...)``."""
         elements = sum(site["fn"].shape().numel() for site in self.sites.values())
         rows = rows_in_memory(elements) if self.is_at_once else 1
         chunks = zip(*(value.split(rows) for value in draws.values()))

@@ -102,9 +102,9 @@ def run_chains(
     start = Start.of(target, {}, few).checked(FEWEST_DRAWS, _ROWS)
     count = _number_of_chains(*start.path(FEWEST_DRAWS, _ROWS))
     chains = Chains(replace(start, given=given), count, num, tick)
-    begun = now = time.process_time()
+    end = time.process_time() + seconds
     while True:
-        before = now
+        before = time.process_time()
         try:
             chains.run()
         except ValueError:  # draws at the edge of a support have no place in other coordinates
@@ -113,7 +113,7 @@ def run_chains(
             return chains
         now = time.process_time()
         # the next round takes twice as long
-        if chains.agree or now - begun + 2 * (now - before) > seconds:
+        if chains.agree or now + 2 * (now - before) > end:
             return chains
 
 

@@ -300,7 +300,7 @@ def _fewer(posterior: Posterior, num: int) -> Posterior:
 
 @contextlib.contextmanager
 def _without_other_guides() -> Iterator[None]:
-    """Hides the weights of other guides in the parameter store, whose names the guide's own have."""
+    """Hides the weights of other guides in the parameter store, which have the same names as the guide's own."""
     with kept_store():
         store = pyro.get_param_store()
         for name in [name for name in store if name.startswith(f"{AutoNaMIGuide.__name__}.")]:
@@ -310,7 +310,7 @@ def _without_other_guides() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_log_of_modes() -> Iterator[None]:
-    """Hides what a guide logs of modes that it does not draw about, as mixtures do."""
+    """Silences the log of modes that a guide does not draw about, as mixtures draw about them."""
     logger = logging.getLogger(first_latents.__name__)
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -14,7 +14,7 @@ __all__ = ["Count", "elements_of_a_draw"]
 
 
 class Count(TorchDispatchMode):
-    """Counts the tensors' operations, and the elements that they compute."""
+    """Counts tensor operations, and the elements that they compute."""
 
     elements = 0
     operations = 0
@@ -29,7 +29,7 @@ class Count(TorchDispatchMode):
 
 
 def elements_of_a_draw(proposal: Proposal) -> float:
-    """Returns how many elements of tensors are computed for one draw more of one data set, with its weight."""
+    """Returns how many tensor elements one more draw for one data set, with its weight, takes to compute."""
     counts = []
     for num in (1, 2):
         with Count() as count:
