@@ -137,7 +137,6 @@ def rounds(training: Training, seed: int) -> dict[str, float]:
     steps = itertools.count()
     train(
         training.target,
-        training.guide,
         training.drawn,
         training.drawn.num_samples,
         lambda: weighed(training.target, FEWEST),

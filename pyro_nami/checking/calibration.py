@@ -114,10 +114,8 @@ class Calibration:
         for name, ranks in {**self.ranks, **self.joint}.items():
             shares = []
             for level in levels:
-                low, high = (
-                    ((1 - level) / 2, (1 + level) / 2) if name in self.ranks else (0.0, level)
-                )
-                shares.append(self._below(ranks, high) - self._below(ranks, low))
+                low = (1 - level) / 2 if name in self.ranks else 0.0
+                shares.append(self._below(ranks, low + level) - self._below(ranks, low))
             result[name] = torch.stack(shares)
         return result
 

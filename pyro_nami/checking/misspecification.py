@@ -62,7 +62,7 @@ def misspecification(
 
 
 def compare(
-    simulator: Simulator, data: Mapping[str, Any], num_datasets: int = 1000, level: float = 0.01
+    simulator: Simulator, data: Mapping[str, Any], num_datasets: int, level: float
 ) -> Misspecification:
     """Returns how far data, a value for every observed site, lie outside a model's simulations."""
     forms = site_forms(simulator)

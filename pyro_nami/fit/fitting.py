@@ -135,7 +135,7 @@ class _Fitting:
     num: int
     bar: Any
     guide: Any = None
-    found: Posterior | None = None
+    found: Any = None  # the `Posterior`
     chained: Posterior | None = None  # the draws of the last chains, whether these agree or not
     unseen: float = 0.0  # share of searches that would lead to modes that are not known
     a_draw: float = 0.0  # seconds of processor time that it takes
@@ -155,18 +155,18 @@ class _Fitting:
         if not learned(self.guide) or self._is_enough:
             self._take(self._weighed(self.num))
         if self.unseen > MOST_UNSEEN:
-            return self._found  # which no further draws mend
+            return self.found  # which no further draws mend
         if learned(self.guide) and not self._is_enough:
             if self._run_chains():
-                return self._found
+                return self.found
             self._take(self._trained())
-        if self._found.pareto_k <= K_MAX:
+        if self.found.pareto_k <= K_MAX:
             self._draw_more()
-        if not self._found.verdict.is_trusted and not self._run_chains():
+        if not self.found.verdict.is_trusted and not self._run_chains():
             self._draw_more()
-            if self.chained is not None and not self._found.verdict.is_trusted:
+            if self.chained is not None and not self.found.verdict.is_trusted:
                 return self.chained
-        return self._found
+        return self.found
 
     def partial(self) -> Posterior | None:
         """Returns what was found so far."""
@@ -176,7 +176,7 @@ class _Fitting:
 
     # ---- stages
 
-    def _weighed(self, num: int) -> WeightedSamples:
+    def _weighed(self, num: int = FEWEST) -> WeightedSamples:
         """Returns weighted draws of the guide."""
         before = time.process_time()
         drawn = weighted_draws(self._target, {}, num)
@@ -186,22 +186,14 @@ class _Fitting:
     def _trained(self) -> WeightedSamples:
         """Returns weighted draws of the guide after training."""
         self._say("learning")
-        train(
-            self._target,
-            self.guide,
-            self._found,
-            self.num,
-            lambda: self._weighed(FEWEST),
-            TRAINING,
-            self.bar.update,
-        )
+        train(self._target, self.found, self.num, self._weighed, TRAINING, self.bar.update)
         return self._weighed(self.num)
 
     def _draw_more(self) -> None:
         """Takes draws resampled from 4, 16 or 64 times as many, while few are effective or weights are heavy-tailed."""
         for factor in (4, 16, 64):
             num = factor * self.num
-            effective = factor * float(self._found.effective_sample_size)
+            effective = factor * float(self.found.effective_sample_size)
             is_hopeless = effective < LEAST_EFFECTIVE or num * self.a_draw > DRAWING
             if self._is_enough or is_hopeless:
                 break
@@ -212,12 +204,12 @@ class _Fitting:
         """Takes draws of chains if these agree; returns whether they do."""
         self._say("running chains")
         try:
-            found = run_chains(self._target, self._found, self.num, CHAINS, self.bar.update)
+            found = run_chains(self._target, self.found, self.num, CHAINS, self.bar.update)
         except (NotImplementedError, ValueError):
             return False
         agree = "agree" if found.r_hat <= MOST_R_HAT else "do not agree"
         how = f"chains from the guide's draws {agree} (R-hat {found.r_hat:.2f})"
-        drawn = found.draws(self._found)
+        drawn = found.draws(self.found)
         if found.agree:
             judged = checked(how, drawn, found.effective)
         else:
@@ -237,11 +229,6 @@ class _Fitting:
         return [n for n in self.guide.rules if n in nodes and is_improper(nodes[n]["fn"])]
 
     @property
-    def _found(self) -> Posterior:
-        assert self.found is not None
-        return self.found
-
-    @property
     def _target(self) -> Target:
         """The model and the guide; some draws are the prior's, which show modes that a guide has not learned."""
         share = DEFENSIVE if learned(self.guide) and not self._flat else 0.0
@@ -257,7 +244,7 @@ class _Fitting:
     @property
     def _is_enough(self) -> bool:
         """Whether more draws would change little."""
-        found = self._found
+        found = self.found
         many = found.effective_sample_size >= ENOUGH * found.num_samples
         return bool(many and found.pareto_k <= K_MAX)
 

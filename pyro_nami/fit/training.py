@@ -24,7 +24,6 @@ __all__ = ["train"]
 
 def train(
     target: Target,
-    guide: Any,
     drawn: WeightedSamples,
     num: int,
     weigh: Callable[[], WeightedSamples],
@@ -41,7 +40,7 @@ def train(
     than the draws that the weights waste: with an effective share s of the draws, n effective draws cost n / s draws.
 
     Args:
-        target, guide: the model with its data, and its guide.
+        target: the model with its data, and its guide.
         drawn: weighted draws of the guide as it is.
         num: how many draws are wanted.
         weigh: returns new weighted draws of the guide.
@@ -50,6 +49,7 @@ def train(
         steps, rate: number of steps of the first round, and their learning rate.
         particles: draws in each step; by default 16, or 2 if the model takes one draw at a time.
     """
+    guide: Any = target.guide
     model = AtDraws.of(target, drawn.resample(FEWEST_DRAWS))
     particles = particles or (16 if model.is_at_once else 2)
     elbo = Trace_ELBO(particles, model.target.nesting, vectorize_particles=model.is_at_once)
