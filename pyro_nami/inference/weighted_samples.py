@@ -367,10 +367,15 @@ def log_mean_error(log_weights: Tensor) -> Tensor:
     return (log_weights - mean).exp().std(0) / math.sqrt(len(log_weights))
 
 
-def warn_of_bad(drawn: WeightedSamples, advice: str | None = None) -> None:
+_ADVICE = (
+    "train it longer, give it a richer family (AutoNaMIGuide(families='flow')), or draw more samples. Resampling "
+    "cannot help."
+)
+
+
+def warn_of_bad(drawn: WeightedSamples, advice: str = _ADVICE) -> None:
     """Warns of weights with k-hat above 0.7."""
     if (drawn.pareto_k > K_MAX).any():
-        advice = advice or _ADVICE
         warn(
             f"The importance weights are {drawn.verdict} The guide may miss a part of the posterior: {advice}"
         )
@@ -399,9 +404,3 @@ def _range(values: Tensor, form: str = ".2g") -> str:
     """One number, or the smallest and the largest of several."""
     low, high = format(float(values.min()), form), format(float(values.max()), form)
     return low if low == high else f"{low} to {high}"
-
-
-_ADVICE = (
-    "train it longer, give it a richer family (AutoNaMIGuide(families='flow')), or draw more samples. Resampling "
-    "cannot help."
-)
