@@ -27,9 +27,6 @@ __all__ = [
 ]
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
-# raw units in which tails are parameterized: steps of training move them less than the scale, which is needed first;
-# at ten times as much they hardly move at all
-TAIL_UNIT = 8.0
 
 
 class LinearMap(NamedTuple):
@@ -160,12 +157,13 @@ class NormalElements(Elements):
 class SinhArcsinh:
     """Gives a Normal two tails of their own weight: b(e) = sinh(a(arcsinh(e))).
 
-    Here a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / 8)`` and ``2 ** tanh(right / 8)`` far
-    out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an exponential variable. It is the
-    identity where both parameters are zero.
+    Here a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / unit)`` and ``2 ** tanh(right / unit)``
+    far out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an exponential variable. It is
+    the identity where both parameters are zero.
 
     Args:
         params: ``(*batch, 2)``, left and right.
+        unit: of these: steps of training move tails less than the scale, which is needed first.
 
     References:
         Jones and Pewsey 2009, Sinh-arcsinh distributions: there a is linear, with one slope and a shift.
@@ -176,8 +174,8 @@ class SinhArcsinh:
         tensor([True])
     """
 
-    def __init__(self, params: Tensor) -> None:
-        left, right = (params / TAIL_UNIT).tanh().exp2().unbind(-1)
+    def __init__(self, params: Tensor, *, unit: float = 8.0) -> None:
+        left, right = (params / unit).tanh().exp2().unbind(-1)
         self._mean, self._half = (left + right) / 2, (right - left) / 2
 
     def bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,14 +35,21 @@ from torch import Tensor
 from pyro_nami.factors.links import raw_scale, relative_scale
 from pyro_nami.parameters.conditioning import Pooled, Source
 
-__all__ = ["Additions", "PseudoObservations", "expert", "initial_expert", "initial_rows"]
+__all__ = [
+    "FIRST_SHARE",
+    "Additions",
+    "PseudoObservations",
+    "expert",
+    "initial_expert",
+    "initial_rows",
+]
 
 # size of log precisions: beyond, products of three overflow in single precision
 MAX_LOG = math.log(torch.finfo(torch.float32).max) / 3
 _RAW_ONE = math.log(math.expm1(1.0))  # the raw scale that stands for one
-FIRST_SHARE = (
-    1e-3  # of a factor's first precision, that pseudo-observations bring: more would move its start
-)
+# share of a factor's first precision that comes from observations; ten times as much would move its start, and with
+# ten times less they would be learned later
+FIRST_SHARE = 1e-3
 
 
 class PseudoObservations(NamedTuple):

@@ -32,16 +32,12 @@ __all__ = ["GroupNetwork", "PlacedFactor", "TooLargeError"]
 _COMPILED = Base(32.0, 64.0, 8.0, variances=(1 / 3, 1 / 3))
 _TRAINED = Base(1.0, 8.0, 0.25, paced=True, patient=True)
 _VARYING = Base(32.0, 64.0, 8.0, paced=True)
-# unit of rows that are no locations: how scales move with other latents matters less, and is noisier
-SHAPE_UNIT = 0.1
 # least scale of an input, in units of its spread at the first call: of a single latent, and of what is pooled
 MIN_SCALE = torch.finfo(torch.float32).eps
 MIN_POOLED_SCALE = 0.1
-# floats for each weight of the output layer: weights, mask, masked weights, gradient and two of the optimizer's
-COPIES = 6
-# bytes of an output layer with its copies: of guides that simulations train, and of guides that data train
-MAX_BYTES_COMPILED = 5e8
-MAX_BYTES_TRAINED = 5e7
+# bytes of an output layer with its copies where simulations train it; where one data set does, at rates that suit small
+# networks, a tenth: blocks of 1000 elements that depend on each other. With ten times fewer, it is blocks of 320.
+MAX_BYTES = 5e8
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +92,8 @@ class GroupNetwork:
         varying: whether data differ from step to step, without being simulated.
         hidden_features, skip, options: of the network.
         factory: its dtype and device.
+        shape_unit: unit of rows that are no locations, of guides that data train: how scales move with other latents
+            matters less, and is noisier.
     """
 
     def __init__(
@@ -109,6 +107,7 @@ class GroupNetwork:
         hidden_features: Sequence[int],
         factory: Mapping[str, Any],
         skip: bool = True,
+        shape_unit: float = 0.1,
         **options: Any,
     ) -> None:
         self.factors, self.steps = tuple(factors), tuple(steps)
@@ -121,8 +120,9 @@ class GroupNetwork:
         self.constant = frozenset() if is_varied else self.data
         rows = sum(factor.num_elements * factor.num_rows for factor in factors)
         inputs = sum(column.last - column.first for column in columns)
-        column_bytes = rows * COPIES * torch.empty(0, **factory).element_size()
-        most = MAX_BYTES_COMPILED if simulated else MAX_BYTES_TRAINED
+        # six numbers a weight: itself, its mask, the product, the gradient, and two averages of the optimizer
+        column_bytes = 6 * rows * torch.empty(0, **factory).element_size()
+        most = MAX_BYTES if simulated else MAX_BYTES / 10
         # Hidden units alone carry many inputs to factors that are drawn in one go.
         at_once = not any(factor.sequential or factor.coupled for factor in factors)
         if simulated and at_once and hidden_features and inputs * column_bytes > most:
@@ -143,7 +143,7 @@ class GroupNetwork:
             **factory,
         )
         if not simulated:
-            self.mlp.set_units(torch.full_like(self.mlp.units, SHAPE_UNIT))
+            self.mlp.set_units(torch.full_like(self.mlp.units, shape_unit))
         self.running = self._standardization(columns, latents, simulated)
 
     def _places(

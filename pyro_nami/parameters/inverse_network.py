@@ -52,8 +52,9 @@ from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["InverseNetwork", "as_pyro_module"]
 
-COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
-MIN_UNITS = 8  # of a hidden layer by default
+# least and most units of a hidden layer by default, the least over plates of more than 100,000 instances; ten times as
+# many take ten times the memory, and ten times fewer cannot bend what they give
+MIN_UNITS = 8
 MAX_UNITS = 64
 
 
@@ -144,8 +145,7 @@ class InverseNetwork(TrainedNetworks):
             self.add_module(name, as_pyro_module(nn.ModuleList(modules)))
         self.offsets = FreeParameters("offset", {}, persistent=True)
         units = {each.name: coupling_units(each.num_elements, self.like) for each in coupled}
-        rest = None if simulated else COUPLING_REST
-        self.couplings = FreeParameters("coupling", units, rest=rest)
+        self.couplings = FreeParameters("coupling", units, rest=None if simulated else 0.01)
         self.series, self.has_weights = series, bool(factors) or series is not None
         if not self.has_weights:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)

@@ -23,8 +23,6 @@ from pyro_nami.parameters.network_state import NetworkState
 
 __all__ = ["regress"]
 
-ROWS_PER_INPUT = 4  # simulations for each coefficient: with fewer, the regression would be overfit
-
 
 @torch.no_grad()
 def regress(
@@ -33,12 +31,18 @@ def regress(
     targets: Mapping[Any, Tensor],
     moving: Collection[Any] = (),
     learned: Mapping[Any, int] = {},
+    *,
+    rows_per_input: int = 4,
 ) -> None:
     """Standardizes inputs, and writes regressions of all factors whose locations are one an element.
 
-    All values of a batch of simulations are known to ``state``. ``targets`` are factors' elements relative to the
-    anchor, ``(*batch, elements)``, ``moving`` the nodes whose features are learned, and ``learned`` the number of those
-    that are, of nodes of which others are fixed: regressions are on the latter.
+    Args:
+        network: whose weights are written.
+        state: knows all values of a batch of simulations.
+        targets: factor -> its elements relative to the anchor, ``(*batch, elements)``.
+        moving: nodes whose features are learned.
+        learned: node -> how many of its features, the first, are learned; regressions are on the others.
+        rows_per_input: simulations for each coefficient; with fewer, a row would be overfit and is left as it is.
     """
     for group in network.groups:
         if group.mlp.is_trained():
@@ -59,15 +63,18 @@ def regress(
             goal = to_sequence(targets[factor.name], factor.dims)
             both = concatenate([inputs, goal]).flatten(0, -2)
             rows = place.locations(numbers).tolist()
-            _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], reads)
+            x, y = both[:, : -len(rows)], both[:, -len(rows) :]
+            _regress_rows(group.mlp, rows, x, y, reads, rows_per_input)
 
 
-def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor) -> None:
+def _regress_rows(
+    mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor, rows_per_input: int
+) -> None:
     bias, units = mlp.output_bias().clone(), mlp.units.clone()
     for row, goal in zip(rows, y.unbind(-1)):
         columns, fine = kept[row].nonzero().flatten().to(x.device), goal.isfinite()
         count = int(fine.sum())
-        if count < ROWS_PER_INPUT * (len(columns) + 1):
+        if count < rows_per_input * (len(columns) + 1):
             continue
         design, goal = x[fine][:, columns].double(), goal[fine].double()
         center, middle = design.mean(0), goal.mean()

@@ -18,22 +18,14 @@ from torch import Tensor, nn
 
 from pyro_nami.factors.potentials import NormalPotential
 from pyro_nami.networks.recurrent import BackwardMessages, SeriesSummary
+from pyro_nami.parameters.additions import FIRST_SHARE
 
 __all__ = ["SeriesInputs", "SeriesNetwork", "SeriesPass", "SeriesSizes", "SeriesStart"]
 
-SUMMARY_UNITS = 16  # of the unit that summarizes a series for latents outside of it
 # least and most units of the one that gives messages; in between it has as many as a step has data and states
 MIN_UNITS, MAX_UNITS = 32, 256
-# Bound of what networks read, in units of its spread. Ten times as much has a guide of random walks of 60 steps lose
-# 0.2 nats a step at 500 steps; with a third of it data that lie apart would be taken for the same.
-LARGEST_INPUT = 3.0
-# least weight of data in a message at first, as a share of the prior's precision; without any nothing would be learned
-MIN_WEIGHT = 1e-3
-# How far transitions that are learned may lead from where messages and the first call's draws have states, in units of
-# the spread of these draws. With 10 a deep Markov model explodes in some steps of SVI, and without bounds is lost in
-# dozens; with 0.4 the states of a random walk would be cut.
-REACH = 4.0
-MIN_TOLD = 0.05  # share of a state's variance that data tell; locations are divided by it
+# share of a state's variance that data tell, at least: locations are divided by it, and would start far out
+MIN_TOLD = 0.05
 
 
 class SeriesSizes(NamedTuple):
@@ -100,6 +92,7 @@ class SeriesNetwork(PyroModule):
         start: units, and where they start.
         register: turns a module's parameters into Pyro's.
         factory: device and dtype of the parameters.
+        summary_units: units of the network that summarizes the series for latents outside of it.
 
     Attributes:
         num_features: number of features of a series' summary; 0 without one.
@@ -117,9 +110,13 @@ class SeriesNetwork(PyroModule):
         start: SeriesStart,
         register: Callable[[nn.Module], nn.Module],
         factory: Mapping[str, Any],
+        *,
+        summary_units: int = 16,
     ) -> None:
         super().__init__()
         self.sizes, self.num_features = sizes, 0
+        # the features of a summary that are learned, which come first
+        self.num_learned = 3 * summary_units
         num_data = len(start.shift)
         num_inputs = 2 * num_data + sizes.num_families
         units = min(max(num_data + sizes.num_outputs, MIN_UNITS), MAX_UNITS)
@@ -134,10 +131,10 @@ class SeriesNetwork(PyroModule):
             # the potential with which N(0, 1), in units of spread, has the regression as its conditional
             told = (1 - start.left.square()).clamp(min=MIN_TOLD).unsqueeze(-1)
             gained = (start.left**-2 - 1).clamp(min=0) * (start.unit / start.spread).square()
-            messages.start(start.slope / told, gained.clamp(min=MIN_WEIGHT).log())
+            messages.start(start.slope / told, gained.clamp(min=FIRST_SHARE).log())
         parts: dict[str, nn.Module] = {"messages": messages}
         if sizes.is_summarized:
-            summary = SeriesSummary(num_inputs, SUMMARY_UNITS, **factory)
+            summary = SeriesSummary(num_inputs, summary_units, **factory)
             parts["summary"] = summary
             self.num_features = summary.num_features
         # These run with the parameters of a pass in place of their own, and are no submodules.
@@ -146,11 +143,6 @@ class SeriesNetwork(PyroModule):
             self.add_module(name, register(copy.deepcopy(module)))
         for name in ("shift", "scale", "center", "spread", "unit"):
             self.register_buffer(name, getattr(start, name).to(**factory))
-
-    @property
-    def num_learned(self) -> int:
-        """Number of features of a summary that are learned, which come first."""
-        return 3 * SUMMARY_UNITS
 
     @property
     def num_parameters(self) -> int:
@@ -193,11 +185,14 @@ class SeriesPass:
         found = self._run("summary", _rows(self._read[1], batch), exists)
         return found.reshape(*batch, -1)
 
-    def messages(self, given: Tensor | None) -> NormalPotential | Tensor:
+    def messages(self, given: Tensor | None, *, reach: float = 4.0) -> NormalPotential | Tensor:
         """Returns the potentials of each step's states, ``(*left, *plates, steps, outputs)`` each.
 
         Args:
             given: features of the latents that the states depend on, ``(*left, *plates, given)``.
+            reach: how far learned transitions may lead from where messages and the first call's draws have states, in
+                units of the spread of these draws. With 10 a deep Markov model explodes in some steps of SVI, and
+                without bounds is lost in dozens; with 0.4 the states of a random walk would be cut.
         """
         network, (data, read) = self._network, self._read
         batch, seen = self._batch(given), self._inputs.families
@@ -215,9 +210,9 @@ class SeriesPass:
         whole = NormalPotential(location, log_precision - 2 * network.unit.log())
         if not network.sizes.is_bounded:
             return whole
-        near, reach = location.detach(), REACH * network.spread
-        low = torch.minimum(near, network.center) - reach
-        high = torch.maximum(near, network.center) + reach
+        near, margin = location.detach(), reach * network.spread
+        low = torch.minimum(near, network.center) - margin
+        high = torch.maximum(near, network.center) + margin
         return whole._replace(low=low, high=high)
 
     @functools.cached_property
@@ -246,9 +241,13 @@ class SeriesPass:
         return torch.func.functional_call(self._parts[name], self._weights[name], arguments)
 
 
-def _bounded(x: Tensor) -> Tensor:
-    """Returns features near zero as they are, and others within bounds: longer series wander further out."""
-    return LARGEST_INPUT * (x / LARGEST_INPUT).tanh()
+def _bounded(x: Tensor, size: float = 3.0) -> Tensor:
+    """Returns features near zero as they are, and others within a size: longer series wander further out.
+
+    With ten times the size, in units of spread, a guide of random walks of 60 steps loses 0.2 nats a step at 500 steps;
+    with a third of it, data that lie apart would be taken for the same.
+    """
+    return size * (x / size).tanh()
 
 
 def _rows(x: Tensor, batch: torch.Size) -> Tensor:
