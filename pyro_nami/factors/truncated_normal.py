@@ -58,18 +58,13 @@ class TruncatedNormal(TorchDistribution):
     def expand(
         self, batch_shape: Sequence[int], _instance: TruncatedNormal | None = None
     ) -> TruncatedNormal:
-        loc, scale, low, high = (
-            each.expand(torch.Size(batch_shape))
-            for each in (self.loc, self.scale, self.low, self.high)
-        )
-        return type(self)(loc, scale, low, high, validate_args=False)
+        parts = self.loc, self.scale, self.low, self.high
+        return TruncatedNormal(*(each.expand(batch_shape) for each in parts), validate_args=False)
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         at = self._mode()
         u = torch.rand(
-            torch.Size(sample_shape) + self.batch_shape,
-            dtype=at.scale.dtype,
-            device=at.scale.device,
+            self._extended_shape(sample_shape), dtype=torch.float64, device=at.scale.device
         )
         # so that draws are continuous in the parameters
         u = torch.where(at.sign > 0, u, 1 - u).clamp(min=2.0**-54)

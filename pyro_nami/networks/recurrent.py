@@ -79,8 +79,7 @@ class BackwardGRU(nn.Module):
         return states.take_along_dim(seen.cumsum(0).unsqueeze(-1), 0).flip(0)
 
     def _run(self, x: Tensor) -> Tensor:
-        weights: list[Tensor] = [self.inputs_weight, self.state_weight]
-        weights += [self.inputs_bias, self.state_bias]
+        weights: Any = [self.inputs_weight, self.state_weight, self.inputs_bias, self.state_bias]
         start = x.new_zeros(1, x.shape[1], self.num_units)
         return torch.gru(x, start, weights, True, 1, 0.0, False, False, False)[0]
 
@@ -156,13 +155,9 @@ class BackwardMessages(nn.Module):
         self.is_normal, self.num_outputs = num_data > 0, num_outputs
         self.gru = BackwardGRU(num_inputs, num_units, **factory)
         self.hidden = nn.Linear(num_units + num_inputs, num_units, **factory)
-        self.output = nn.Linear(num_units, num_outputs * (5 if self.is_normal else 1), **factory)
-        nn.init.zeros_(self.output.weight)
-        nn.init.zeros_(self.output.bias)
+        self.output = _zero_map(num_units, num_outputs * (5 if self.is_normal else 1), **factory)
         if self.is_normal:
-            self.location = nn.Linear(num_data, num_outputs, **factory)
-            nn.init.zeros_(self.location.weight)
-            nn.init.zeros_(self.location.bias)
+            self.location = _zero_map(num_data, num_outputs, **factory)
             nn.init.constant_(self.output.bias[2 * num_outputs : 3 * num_outputs], 2.5)  # of f
 
     @torch.no_grad()
@@ -194,10 +189,18 @@ class BackwardMessages(nn.Module):
         if exists is not None:
             there = exists.unsqueeze(-1)
             weight = weight * there
-            decay, factor = (torch.where(there, part, 1.0) for part in (decay, factor))
+            decay, factor = (part.where(there, 1.0) for part in (decay, factor))
         both = torch.cat((weight * self.location(data), weight), -1)
         both = backward_sums(both, torch.cat((decay * factor, decay * factor.square()), -1))
         force, precision = both.chunk(2, -1)
         # where there are no data, a location of zero by zero is zero
         precision = precision + torch.finfo(precision.dtype).eps ** 2
         return force / precision + shift, (precision.log() + more).clamp(-3 * limit, limit)
+
+
+def _zero_map(num_inputs: int, num_outputs: int, **factory: Any) -> nn.Linear:
+    """Returns a linear map that gives zeros at first."""
+    linear = nn.Linear(num_inputs, num_outputs, **factory)
+    for parameter in linear.parameters():
+        nn.init.zeros_(parameter)
+    return linear

@@ -195,10 +195,10 @@ class InverseNetwork(TrainedNetworks):
         """Returns shift and scale of a factor's own features, ``(elements, features)`` each."""
         factor = self.places[name].factor
         shift, scale = (part.view(-1, factor.num_features) for part in self.standard(name))
-        members = factor.num_elements // len(shift)
-        return (
-            (shift, scale) if members == 1 else (shift.repeat(members, 1), scale.repeat(members, 1))
-        )
+        members = factor.num_elements // len(
+            shift
+        )  # of a block, each with the same shift and scale
+        return shift.repeat(members, 1), scale.repeat(members, 1)
 
     def take_stored(self) -> None:
         """Takes the parameter store's weights for all encoders, those that no pass reads included."""
@@ -219,9 +219,8 @@ class InverseNetwork(TrainedNetworks):
                 if source in used
             }
 
-        encoders, sums = self._pooling
-        encoded, summed = self._read
-        return bound(encoders, encoded), bound(sums, summed)
+        encoders, sums = map(bound, self._pooling, self._read)
+        return encoders, sums
 
     # ---- where weights start
 
@@ -234,16 +233,14 @@ class InverseNetwork(TrainedNetworks):
     def set_offsets(self, plates: Mapping[Any, Mapping[str, tuple[int, int]]]) -> None:
         """Gives each instance of some factors offsets of its own: factor -> plates with batch dims and full sizes."""
         units = {}
-        for group in self.groups:
-            shared = torch.zeros_like(group.mlp.units, dtype=torch.bool)
-            for name in plates.keys() & group.places.keys():
-                place, factor = group.places[name], group.places[name].factor
-                place.rows(shared)[:, : factor.num_params] = True
-                units[name] = self.like.new_ones(factor.num_elements, factor.num_params)
-                where = factor.locations
-                units[name][:, where] = place.rows(group.mlp.bias_units)[:, where]
-            group.mlp.set_shared(shared)
-        units = {name: units[name] for name in plates}
+        for name in plates:
+            place = self.places[name]
+            factor, mlp = place.factor, place.group.mlp
+            if mlp.pace is not None:
+                place.rows(mlp.pace.shared[:, -1])[:, : factor.num_params] = True
+            units[name] = self.like.new_ones(factor.num_elements, factor.num_params)
+            where = factor.locations
+            units[name][:, where] = place.rows(mlp.bias_units)[:, where]
         self.offsets = FreeParameters("offset", units, plates, self.plates.nesting, persistent=True)
 
     # ---- a guide without weights, all of whose latents are exact

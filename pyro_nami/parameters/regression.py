@@ -51,9 +51,10 @@ def regress(
         if not group.mlp.skip:
             continue
         inputs, reads = state.inputs(group, 0, len(group.steps)), group.reads.clone()
-        for source, first, last, start in group.columns(0, len(group.steps)):
-            count = learned.get(source.node, 0) if isinstance(source, Direct) else 0
-            reads[:, start : start + min(max(count - first, 0), last - first)] = False
+        for column in group.columns(0, len(group.steps)):
+            if isinstance(column.source, Direct):
+                count = learned.get(column.source.node, 0) - column.first
+                reads[:, column.where][:, : max(count, 0)] = False
         numbers = torch.arange(group.mlp.out_features)
         for place in group.places.values():
             factor = place.factor
@@ -70,7 +71,7 @@ def regress(
 def _regress_rows(
     mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor, rows_per_input: int
 ) -> None:
-    bias, units = mlp.output_bias().clone(), mlp.units.clone()
+    bias = mlp.output_bias().clone()
     for row, goal in zip(rows, y.unbind(-1)):
         columns, fine = kept[row].nonzero().flatten().to(x.device), goal.isfinite()
         count = int(fine.sum())
@@ -88,8 +89,7 @@ def _regress_rows(
         spread = (left.square().sum() / max(count - len(columns) - 1, 1)).sqrt()
         if not (slope.isfinite().all() and spread.isfinite() and spread > 0):
             continue
-        units[row] = spread.to(bias)
-        mlp.set_units(units)
+        mlp.units[row] = spread.to(bias)
         mlp.set_direct(row, columns, slope.to(bias))
         bias[row] = (middle - center @ slope).to(bias)
         bias[row + 1] = raw_scale(spread.to(bias))

@@ -9,6 +9,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -151,38 +152,33 @@ class SeriesNetwork(PyroModule):
 
     def start(self, inputs: SeriesInputs) -> SeriesPass:
         """Returns a pass over a call's data, with the parameters as they are now."""
-        weights = {}
+        runs = {}
         for name, module in self._parts[0].items():
             own = getattr(self, name)
-            weights[name] = {key: attrgetter(key)(own) for key, _ in module.named_parameters()}
-        return SeriesPass(self, self._parts[0], weights, inputs)
+            weights = {key: attrgetter(key)(own) for key, _ in module.named_parameters()}
+            runs[name] = functools.partial(torch.func.functional_call, module, weights)
+        return SeriesPass(self, runs, inputs)
 
 
+@dataclass(frozen=True, eq=False)
 class SeriesPass:
     """One pass of the networks of a series over the data of a call.
 
     Args:
         network: whose pass this is.
-        parts: its modules.
-        weights: name of a module -> its parameters.
+        runs: name of a module -> a function of its arguments, as one tuple.
         inputs: of the call.
     """
 
-    def __init__(
-        self,
-        network: SeriesNetwork,
-        parts: Mapping[str, nn.Module],
-        weights: Mapping[str, dict[str, Tensor]],
-        inputs: SeriesInputs,
-    ) -> None:
-        self._network, self._parts, self._weights = network, parts, weights
-        self._inputs = inputs
+    network: SeriesNetwork
+    runs: Mapping[str, Callable[[tuple], Any]]
+    inputs: SeriesInputs
 
     def summary(self) -> Tensor:
         """Returns the features of the series as a whole, ``(*left, *plates, features)``."""
         batch = self._batch()
         exists = self._rows_that_exist(batch)
-        found = self._run("summary", _rows(self._read[1], batch), exists)
+        found = self.runs["summary"]((_rows(self._read[1], batch), exists))
         return found.reshape(*batch, -1)
 
     def messages(self, given: Tensor | None, *, reach: float = 4.0) -> NormalPotential | Tensor:
@@ -194,13 +190,13 @@ class SeriesPass:
                 units of the spread of these draws. With 10 a deep Markov model explodes in some steps of SVI, and
                 without bounds is lost in dozens; with 0.4 the states of a random walk would be cut.
         """
-        network, (data, read) = self._network, self._read
-        batch, seen = self._batch(given), self._inputs.families
+        network, (data, read) = self.network, self._read
+        batch, seen = self._batch(given), self.inputs.families
         if given is not None:
             read = _joined(read, given.expand(len(read), *given.shape))
         exists = self._rows_that_exist(batch)
         arguments = (_rows(data, batch), _rows(read, batch), _rows(seen, batch).amax(-1), exists)
-        found = self._run("messages", *arguments)
+        found = self.runs["messages"](arguments)
         if not network.sizes.is_normal:
             return found.reshape(-1, *batch, found.shape[-1]).movedim(0, -2)
         location, log_precision = (
@@ -218,7 +214,7 @@ class SeriesPass:
     @functools.cached_property
     def _read(self) -> tuple[Tensor, Tensor]:
         """What locations are linear in, and the inputs of networks: levels, changes, and what is there."""
-        network, inputs = self._network, self._inputs
+        network, inputs = self.network, self.inputs
         data = torch.addcmul(network.shift, inputs.features.to(network.shift), network.scale)
         data = torch.where(inputs.seen > 0, data, 0.0)
         both = inputs.seen[:-1] * inputs.seen[1:]
@@ -227,18 +223,15 @@ class SeriesPass:
         return data, read
 
     def _batch(self, given: Tensor | None = None) -> torch.Size:
-        parts = [self._inputs.features[0], *([] if given is None else [given])]
+        parts = [self.inputs.features[0], *([] if given is None else [given])]
         shapes = [part.shape[:-1] for part in parts]
-        if self._inputs.exists is not None:
-            shapes.append(self._inputs.exists.shape[1:])
+        if self.inputs.exists is not None:
+            shapes.append(self.inputs.exists.shape[1:])
         return torch.broadcast_shapes(*shapes)
 
     def _rows_that_exist(self, batch: torch.Size) -> Tensor | None:
-        exists = self._inputs.exists
+        exists = self.inputs.exists
         return None if exists is None else _rows(exists.unsqueeze(-1), batch).squeeze(-1)
-
-    def _run(self, name: str, *arguments: Any) -> Any:
-        return torch.func.functional_call(self._parts[name], self._weights[name], arguments)
 
 
 def _bounded(x: Tensor, size: float = 3.0) -> Tensor:
