@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import TorchDistribution
@@ -58,10 +58,12 @@ class TruncatedNormal(TorchDistribution):
     def expand(
         self, batch_shape: Sequence[int], _instance: TruncatedNormal | None = None
     ) -> TruncatedNormal:
-        parts = self.loc, self.scale, self.low, self.high
-        return TruncatedNormal(*(each.expand(batch_shape) for each in parts), validate_args=False)
+        loc, scale, low, high = (
+            each.expand(batch_shape) for each in (self.loc, self.scale, self.low, self.high)
+        )
+        return TruncatedNormal(loc, scale, low, high, validate_args=False)
 
-    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         at = self._mode()
         u = torch.rand(
             self._extended_shape(sample_shape), dtype=torch.float64, device=at.scale.device

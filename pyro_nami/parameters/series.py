@@ -193,7 +193,8 @@ class SeriesPass:
         network, (data, read) = self.network, self._read
         batch, seen = self._batch(given), self.inputs.families
         if given is not None:
-            read = _joined(read, given.expand(len(read), *given.shape))
+            given = given.expand(len(read), *given.shape)
+            read = _joined(*(_aligned(part, len(batch)) for part in (read, given)))
         exists = self._rows_that_exist(batch)
         arguments = (_rows(data, batch), _rows(read, batch), _rows(seen, batch).amax(-1), exists)
         found = self.runs["messages"](arguments)
@@ -245,7 +246,13 @@ def _bounded(x: Tensor, size: float = 3.0) -> Tensor:
 
 def _rows(x: Tensor, batch: torch.Size) -> Tensor:
     """Returns ``(steps, *batch, features)`` as ``(steps, rows, features)``."""
-    return x.expand(len(x), *batch, x.shape[-1]).reshape(len(x), math.prod(batch), x.shape[-1])
+    x = _aligned(x, len(batch)).expand(len(x), *batch, x.shape[-1])
+    return x.reshape(len(x), math.prod(batch), x.shape[-1])
+
+
+def _aligned(x: Tensor, ndims: int) -> Tensor:
+    """Returns ``(steps, *batch, features)`` with this many batch dims, of size 1 where there were none."""
+    return x.reshape(len(x), *(1,) * (ndims + 2 - x.dim()), *x.shape[1:])
 
 
 def _joined(x: Tensor, y: Tensor) -> Tensor:
