@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import Distribution, biject_to, transforms
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
+from torch.distributions.utils import tril_matrix_to_vec
 from torch.nn.functional import pad
 
 from pyro_nami.factors.links import within
@@ -178,8 +179,7 @@ class LogCholeskyTransform(Transform):
 
     def _inverse(self, y: Tensor) -> Tensor:
         lower = y.tril(-1) + y.diagonal(dim1=-2, dim2=-1).log().diag_embed()
-        row, column = torch.tril_indices(y.shape[-1], y.shape[-1], device=y.device)
-        return lower[..., row, column]
+        return tril_matrix_to_vec(lower)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns the log determinant ``(*batch,)``: the sum of the log diagonal."""

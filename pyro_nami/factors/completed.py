@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
 
+from pyro_nami.factors.bijections import support_on
 from pyro_nami.factors.wrappers import base_of
 
 __all__ = ["completed", "constraints_of_parameters", "is_support_unknown"]
@@ -60,10 +61,7 @@ class _Completed(ExpandedDistribution):
 
     def __init__(self, base: Distribution, support: Constraint | None) -> None:
         self.is_support_unknown = support is None
-        event_dim = len(base.event_shape)
-        real = (
-            constraints.independent(constraints.real, event_dim) if event_dim else constraints.real
-        )
+        real = support_on(constraints.real, len(base.event_shape))
         self._support = real if support is None else support
         super().__init__(base, base.batch_shape)
 
@@ -73,15 +71,19 @@ class _Completed(ExpandedDistribution):
 
     # Unless it is expanded, draws and densities have the shapes that the distribution itself gives them.
 
+    @property
+    def _is_wide(self) -> bool:
+        return self.batch_shape != base_of(self).batch_shape
+
     def _sample(
         self, sample_fn: Callable[[torch.Size], Tensor], sample_shape: torch.Size
     ) -> Tensor:
-        whole = self.batch_shape == base_of(self).batch_shape
-        return sample_fn(sample_shape) if whole else super()._sample(sample_fn, sample_shape)
+        return (
+            super()._sample(sample_fn, sample_shape) if self._is_wide else sample_fn(sample_shape)
+        )
 
     def log_prob(self, value: Tensor) -> Tensor:
-        whole = self.batch_shape == base_of(self).batch_shape
-        return base_of(self).log_prob(value) if whole else super().log_prob(value)
+        return super().log_prob(value) if self._is_wide else base_of(self).log_prob(value)
 
     def score_parts(self, value: Tensor) -> Any:
         return TorchDistribution.score_parts(self, value)

@@ -114,10 +114,8 @@ class SiteDistribution(PathScored):
             )
         values = self._elements.enumerate_support(expand=False)
         ones = (1,) * len(self._batch_shape)
-        values = values.reshape((len(values),) + ones + self._event_shape)
-        return values.expand(
-            (len(values),) + (self._batch_shape if expand else ones) + self._event_shape
-        )
+        values = values.reshape((-1,) + ones + self._event_shape)
+        return values.expand((-1,) + (self._batch_shape if expand else ones) + self._event_shape)
 
     def _draw(self, sample_shape: Sequence[int]) -> Tensor:
         shape = torch.Size(sample_shape) + self._batch_shape + (self._layout.num_elements,)

@@ -103,12 +103,10 @@ class LogisticElements(Elements):
         tensor([0.2500])
     """
 
-    def __init__(
-        self, logits: Tensor, temperature: Tensor, validate_args: bool | None = None
-    ) -> None:
+    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
         self.logits, self.temperature = logits, temperature
         shape = torch.broadcast_shapes(logits.shape, temperature.shape)
-        super().__init__(shape, validate_args=validate_args)
+        super().__init__(shape)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         noise = logistic_noise(self._extended_shape(sample_shape), self.logits)

@@ -99,11 +99,7 @@ class JointNormal(PathScored):
         """Returns numbers of the event's elements, instance by instance, ``(*batch, n, k)``, as ``(*lead, E, k)``."""
         plates = len(self.held) - self.event_dim
         lead = elements.shape[: elements.dim() - 2 - plates] + self.held[:plates]
-        return (
-            elements.expand(lead + elements.shape[-2:]).flatten(-2 - plates, -2)
-            if plates
-            else elements
-        )
+        return elements.expand(lead + elements.shape[-2:]).flatten(-2 - plates, -2)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         shape = self._extended_shape(sample_shape)

@@ -15,8 +15,6 @@ from pyro_nami.factors.truncated_normal import TruncatedNormal
 
 __all__ = ["KnotTransform", "NeuralSpline", "bent_normal"]
 
-# standard deviations: a `NeuralSpline` bends between minus and plus this; ten times as far, bins would miss the mass
-SPLINE_BOUND = 5.0
 # widest ratio of two widths, two heights, or of a slope and 1
 LOG_SPAN = math.log(1e3)
 
@@ -102,19 +100,21 @@ def _taken(values: Tensor, places: Tensor) -> Tensor:
 
 
 class NeuralSpline(KnotTransform):
-    """The map of a neural spline flow, from -5 to 5; the identity beyond, and at parameters of zero.
+    """The map of a neural spline flow within bounds; the identity beyond, and at parameters of zero.
 
     Only what lies beside a place is made of its parameters, as much of a flow's training goes by here.
 
     Args:
         params: ``(*batch, 3 bins - 1)``, any numbers: of the bins' widths and heights, and of slopes between them.
+        bound: the map bends between minus and plus this; much farther out, bins would miss the mass of a Normal.
 
     References:
         Durkan et al. 2019, Neural Spline Flows.
     """
 
-    def __init__(self, params: Tensor) -> None:
+    def __init__(self, params: Tensor, *, bound: float = 5.0) -> None:
         Transform.__init__(self, cache_size=1)
+        self._bound = bound
         bins = (params.shape[-1] + 1) // 3
         sides, slopes = params.split([2 * bins, bins - 1], -1)
         sides, self._slopes = sides.unflatten(-1, (2, bins)), F.pad(slopes, (1, 1))
@@ -123,9 +123,9 @@ class NeuralSpline(KnotTransform):
         self._ends = self._sizes.cumsum(-1)
 
     def _bin(self, at: Tensor, axis: int) -> tuple[Tensor, ...]:
-        unit = 2 * SPLINE_BOUND / self._ends[..., -1]
+        unit = 2 * self._bound / self._ends[..., -1]
         with torch.no_grad():
-            place = ((at + SPLINE_BOUND) / unit[..., axis]).unsqueeze(-1).contiguous()
+            place = ((at + self._bound) / unit[..., axis]).unsqueeze(-1).contiguous()
             inner = self._ends[..., axis, :-1]
             first = torch.searchsorted(
                 inner.expand(*place.shape[:-1], -1).contiguous(), place, right=True
@@ -134,10 +134,8 @@ class NeuralSpline(KnotTransform):
         sizes, ends = (_taken(each, both).squeeze(-1) for each in (self._sizes, self._ends))
         slopes = _taken(self._slopes, torch.cat((first, first + 1), -1))
         slopes = (slopes / (1 + slopes.abs() / LOG_SPAN)).exp()
-        (left, low), (width, height) = (
-            ((ends - sizes) * unit - SPLINE_BOUND).unbind(-1),
-            (sizes * unit).unbind(-1),
-        )
+        left, low = ((ends - sizes) * unit - self._bound).unbind(-1)
+        width, height = (sizes * unit).unbind(-1)
         return left, width, low, height, *slopes.unbind(-1)
 
 

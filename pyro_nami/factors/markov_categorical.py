@@ -39,7 +39,7 @@ class MarkovCategorical(TorchDistribution):
         self, first: Tensor, logits: Tensor, values: Tensor, make: Callable[[Tensor], Any]
     ) -> None:
         self.first, self.logits, self.values = first.log_softmax(-1), logits, values
-        self._make = make
+        self.make = make
         size = logits.shape[-3] + 1
         super().__init__(first.shape[:-1], torch.Size((size,)), validate_args=False)
 
@@ -47,7 +47,7 @@ class MarkovCategorical(TorchDistribution):
         batch = torch.Size(batch_shape)
         first = self.first.expand(batch + self.first.shape[-1:])
         logits = self.logits.expand(batch + self.logits.shape[-3:])
-        return MarkovCategorical(first, logits, self.values, self._make)
+        return MarkovCategorical(first, logits, self.values, self.make)
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         shape = torch.Size(sample_shape) + self.batch_shape
@@ -73,21 +73,21 @@ class MarkovCategorical(TorchDistribution):
 
     def in_sequence(self) -> _InSequence:
         """Returns what gives the conditional of one variable after another."""
-        return _InSequence(self, self._make)
+        return _InSequence(self)
 
 
 class _InSequence:
     """Gives the conditional of each variable, given the value of the one before."""
 
-    def __init__(self, whole: MarkovCategorical, make: Callable[[Tensor], Any]) -> None:
-        self._whole, self._make = whole, make
+    def __init__(self, whole: MarkovCategorical) -> None:
+        self._whole = whole
         self._logits = whole.logits.unbind(-3)
         self._next = 0
         self._now = whole.first
 
     def next(self, event: torch.Size = torch.Size()) -> Any:
         """Returns the distribution of the next variable."""
-        return self._make(self._now)
+        return self._whole.make(self._now)
 
     def take(self, value: Tensor) -> None:
         """Takes the value of that variable."""

@@ -59,7 +59,9 @@ class MarkovNormal(TorchDistribution):
         return self._vector(self.loc + torch.stack(values, -2))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        offset = self._blocks(value) - self.loc
+        missing = self.loc.shape[-2] * self.width - self.size
+        # what the last block lacks is at its mean
+        offset = pad(value - self.mean, (0, missing)).unflatten(-1, self.loc.shape[-2:])
         before = pad(offset[..., :-1, :], (0, 0, 1, 0))
         rest = offset - _times(self.along, before)
         if self.width == 1:
@@ -78,16 +80,6 @@ class MarkovNormal(TorchDistribution):
     def _vector(self, blocks: Tensor) -> Tensor:
         return blocks.flatten(-2)[..., : self.size]
 
-    def _blocks(self, value: Tensor) -> Tensor:
-        """Returns a vector in blocks; elements that it lacks are at their means."""
-        missing = self.loc.shape[-2] * self.width - self.size
-        blocks = pad(value, (0, missing)).unflatten(-1, self.loc.shape[-2:])
-        if not missing:
-            return blocks
-        *_, rows, width = self.loc.shape
-        known = torch.arange(rows * width, device=value.device) < self.size
-        return torch.where(known.reshape(rows, width), blocks, self.loc)
-
 
 class InSequence:
     """Gives the conditional of each element of a `MarkovNormal`, or of a few of a block, given the values before.
@@ -100,14 +92,15 @@ class InSequence:
     """
 
     def __init__(self, whole: MarkovNormal) -> None:
-        width, size = whole.width, whole.size
-        self._width = width
-        self._loc = whole.loc.flatten(-2)[..., :size].unbind(-1)
+        self._width = whole.width
         scale = whole.lower.diagonal(dim1=-2, dim2=-1)
-        self._scale = scale.flatten(-2)[..., :size].unbind(-1)
-        # of each element, those by the block before, and by the noise of its own block
-        self._along = whole.along.flatten(-3, -2)[..., :size, :].unbind(-2)
-        self._lower = whole.lower.flatten(-3, -2)[..., :size, :].unbind(-2)
+        self._loc, self._scale = (
+            blocks.flatten(-2)[..., : whole.size].unbind(-1) for blocks in (whole.loc, scale)
+        )
+        # the rows of each element: by the block before, and by the noise of its own block
+        self._along, self._lower = (
+            matrix.flatten(-3, -2).unbind(-2) for matrix in (whole.along, whole.lower)
+        )
         self._before: list[Tensor] = []  # offsets of the block before
         self._offsets: list[Tensor] = []  # and of this one, and its noise
         self._noise: list[Tensor] = []

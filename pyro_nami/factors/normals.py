@@ -27,9 +27,6 @@ __all__ = [
 ]
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
-# raw units in which tails are parameterized: steps of training move them less than the scale, which is needed first;
-# at ten times as much they hardly move at all
-TAIL_UNIT = 8.0
 
 
 class LinearMap(NamedTuple):
@@ -40,19 +37,19 @@ class LinearMap(NamedTuple):
 
     matrix: Tensor
 
-    def bend(self, noise: Tensor) -> tuple[Tensor, None]:
-        return noise + noise @ self.matrix.mT, None
+    def bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return noise + noise @ self.matrix.mT, torch.zeros_like(noise)
 
-    def straighten(self, bent: Tensor) -> tuple[Tensor, None]:
+    def straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
         rows = bent.reshape(-1, bent.shape[-1]).mT
         solved = torch.linalg.solve_triangular(self.matrix, rows, upper=False, unitriangular=True)
-        return solved.mT.reshape(bent.shape), None
+        return solved.mT.reshape(bent.shape), torch.zeros_like(bent)
 
 
 class Coupling(NamedTuple):
     """Noise whose elements depend on each other, over the instances of plates as well.
 
-    Its methods map elements ``(*batch, E)``. They also return log slopes, None for zero. The sum of these over all
+    Its methods map elements ``(*batch, E)``. They also return log slopes. The sum of these over all
     coupled elements is the log determinant of the Jacobian.
 
     Attributes:
@@ -66,15 +63,15 @@ class Coupling(NamedTuple):
     dims: Sequence[int] = ()
     sizes: Sequence[int] = ()
 
-    def bend(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+    def bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         return self._back(*self.along.bend(to_sequence(noise, self.dims)))
 
-    def straighten(self, bent: Tensor) -> tuple[Tensor, Tensor | None]:
+    def straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
         return self._back(*self.along.straighten(to_sequence(bent, self.dims)))
 
-    def _back(self, noise: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        noise = to_instances(noise, self.dims, self.sizes)
-        return noise, None if slope is None else to_instances(slope, self.dims, self.sizes)
+    def _back(self, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        noise, slope = (to_instances(part, self.dims, self.sizes) for part in parts)
+        return noise, slope
 
 
 class NormalElements(Elements):
@@ -130,7 +127,7 @@ class NormalElements(Elements):
     def log_prob(self, value: Tensor) -> Tensor:
         noise, log_slope = self._latest.recall(value) or self._noise(value)
         log_prob = -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
-        return log_prob if log_slope is None else log_prob - log_slope
+        return log_prob - log_slope if self._maps else log_prob
 
     def noise(self, x: Tensor) -> Tensor:
         """Returns the standard Normal variables that elements are made of."""
@@ -140,32 +137,34 @@ class NormalElements(Elements):
         """Returns the elements that are made of standard Normal variables."""
         return torch.addcmul(self.loc, self.scale, self._bend(noise)[0])
 
-    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the bent noise, and the logarithm of the slope there (None for zero)."""
-        log_slope = None
+    def _bend(self, noise: Tensor) -> tuple[Tensor, Any]:
+        """Returns the bent noise, and the logarithm of the slope there."""
+        log_slope: Any = 0.0
         for each in self._maps:
             noise, more = each.bend(noise)
-            log_slope = _sum(log_slope, more)
+            log_slope = log_slope + more
         return noise, log_slope
 
-    def _noise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the noise of elements, and the logarithm of the slope there (None for zero)."""
-        noise, log_slope = (x - self.loc) / self.scale, None
+    def _noise(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Returns the noise of elements, and the logarithm of the slope there."""
+        noise = (x - self.loc) / self.scale
+        log_slope: Any = 0.0
         for each in reversed(self._maps):
             noise, more = each.straighten(noise)
-            log_slope = _sum(log_slope, more)
+            log_slope = log_slope + more
         return noise, log_slope
 
 
 class SinhArcsinh:
     """Gives a Normal two tails of their own weight: b(e) = sinh(a(arcsinh(e))).
 
-    Here a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / 8)`` and ``2 ** tanh(right / 8)`` far
-    out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an exponential variable. It is the
-    identity where both parameters are zero.
+    Here a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / unit)`` and ``2 ** tanh(right / unit)``
+    far out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an exponential variable. It is
+    the identity where both parameters are zero.
 
     Args:
         params: ``(*batch, 2)``, left and right.
+        unit: of these: steps of training move tails less than the scale, which is needed first.
 
     References:
         Jones and Pewsey 2009, Sinh-arcsinh distributions: there a is linear, with one slope and a shift.
@@ -176,8 +175,8 @@ class SinhArcsinh:
         tensor([True])
     """
 
-    def __init__(self, params: Tensor) -> None:
-        left, right = (params / TAIL_UNIT).tanh().exp2().unbind(-1)
+    def __init__(self, params: Tensor, *, unit: float = 8.0) -> None:
+        left, right = (params / unit).tanh().exp2().unbind(-1)
         self._mean, self._half = (left + right) / 2, (right - left) / 2
 
     def bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,12 +237,12 @@ class MixtureElements(Elements):
         shape = self._extended_shape(sample_shape)
         with torch.no_grad():
             weight = self.log_weight.exp().expand(shape + self.log_weight.shape[-1:])
-            component = torch.multinomial(weight.reshape(-1, weight.shape[-1]), 1).reshape(
-                shape + (1,)
+            component = torch.multinomial(weight.flatten(0, -2), 1).reshape(shape + (1,))
+            loc, scale = (
+                part.expand(weight.shape).gather(-1, component).squeeze(-1)
+                for part in (self.loc, self.scale)
             )
-            loc = self.loc.expand(weight.shape).gather(-1, component).squeeze(-1)
-            scale = self.scale.expand(weight.shape).gather(-1, component).squeeze(-1)
-            x = loc + scale * torch.randn(shape, dtype=loc.dtype, device=loc.device)
+            x = loc + scale * torch.randn_like(loc)
         return x + self._pathwise(x) if torch.is_grad_enabled() else x
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -274,10 +273,6 @@ class MixtureElements(Elements):
             + by_log_scale * (self.log_scale - self.log_scale.detach())
             + by_log_weight * (self.log_weight - self.log_weight.detach())
         ).sum(-1)
-
-
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    return second if first is None else first if second is None else first + second
 
 
 def _anchored(

@@ -18,9 +18,6 @@ from torch import Tensor
 
 __all__ = ["PathScored", "PathShare"]
 
-# share of past steps' averages that a step keeps, for averages over about 20 steps; at 0.995 they lag behind training
-MEMORY = 0.95
-
 
 class PathShare:
     """The share of the score to leave out, at which the gradient by a draw has the least noise.
@@ -28,20 +25,23 @@ class PathShare:
     With a the gradient of all terms by the draw but that of its own density, b, which is zero on average, the noise of
     a + share b is least at share = -E[a b] / E[b b].
 
+    Args:
+        memory: share of the running averages that a step keeps; at 0.995 they lag behind training.
+
     Example:
         >>> share = PathShare()
         >>> float(share.now()), share.note(torch.tensor([-0.5, 1.0]), torch.tensor([1.0, -2.0])), float(share.now())
         (0.0, None, 0.5)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, memory: float = 0.95) -> None:
+        self._memory = memory
         self._product, self._square = torch.zeros(()), torch.zeros(())
 
     def now(self) -> Tensor:
         """Returns the share, between 0 and 1; 0 at first."""
-        return torch.where(self._square > 0, -self._product / self._square, self._square).clamp(
-            0, 1
-        )
+        share = torch.where(self._square > 0, -self._product / self._square, 0.0)
+        return share.clamp(0, 1)
 
     def note(self, other: Tensor, own: Tensor) -> None:
         """Takes in gradients by a draw: of all other terms, and of its own density."""
@@ -49,7 +49,7 @@ class PathShare:
         product, square = (other * own).sum(), own.square().sum()
         finite = (product + square).isfinite()
         self._product, self._square = (
-            torch.where(finite, MEMORY * before.to(now) + now, before.to(now))
+            torch.where(finite, self._memory * before.to(now) + now, before.to(now))
             for before, now in ((self._product, product), (self._square, square))
         )
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
-from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Independent
 
-from pyro_nami.factors.wrappers import base_of, innermost
+from pyro_nami.factors.wrappers import rewrapped
 
 __all__ = ["NormalPotential", "tilted"]
 
@@ -46,6 +45,7 @@ def tilted(fn: Any, potential: NormalPotential | Tensor) -> Any:
 
     Example:
         >>> import torch
+        >>> from pyro_nami.factors.wrappers import innermost
         >>> prior = dist.Normal(torch.zeros(2), 1.0).to_event(1)
         >>> both = tilted(prior, NormalPotential(torch.tensor([2.0, 4.0]), torch.zeros(2)))  # precisions of 1
         >>> innermost(both).loc, innermost(both).variance
@@ -53,13 +53,20 @@ def tilted(fn: Any, potential: NormalPotential | Tensor) -> Any:
         >>> tilted(dist.Bernoulli(0.5), torch.tensor([0.0, 1.0])).logits
         tensor(1.)
     """
-    base: Any = innermost(fn)
-    if not isinstance(potential, NormalPotential):
-        if isinstance(base, dist.Bernoulli):
-            logits = base.logits + potential[..., 1] - potential[..., 0]
-            return _wrapped(fn, dist.Bernoulli(logits=logits, validate_args=False))
-        return _wrapped(fn, dist.Categorical(logits=base.logits + potential, validate_args=False))
-    loc, scale = base.loc, base.scale
+    return rewrapped(fn, functools.partial(_tilted_leaf, potential=potential))
+
+
+def _tilted_leaf(leaf: Any, potential: NormalPotential | Tensor) -> Any:
+    if isinstance(potential, NormalPotential):
+        return _tilted_normal(leaf, potential)
+    if isinstance(leaf, dist.Bernoulli):
+        logits = leaf.logits + potential[..., 1] - potential[..., 0]
+        return dist.Bernoulli(logits=logits, validate_args=False)
+    return dist.Categorical(logits=leaf.logits + potential, validate_args=False)
+
+
+def _tilted_normal(leaf: Any, potential: NormalPotential) -> Any:
+    loc, scale = leaf.loc, leaf.scale
     if potential.low is not None and potential.high is not None:
         loc = loc.clamp(potential.low, potential.high)
         scale = scale.clamp(max=(potential.high - potential.low) / 2)
@@ -67,17 +74,4 @@ def tilted(fn: Any, potential: NormalPotential | Tensor) -> Any:
     ratio = potential.log_precision + 2 * scale.log()
     loc = loc + ratio.sigmoid() * (potential.location - loc)
     scale = scale * (-ratio).sigmoid().sqrt()
-    return _wrapped(fn, dist.Normal(loc, scale, validate_args=False))
-
-
-def _wrapped(fn: Any, base: Any) -> Any:
-    """Returns a distribution in the masks and event dims of another one."""
-    inner = base_of(fn)
-    if inner is None:
-        return base
-    within = _wrapped(inner, base)
-    if isinstance(fn, MaskedDistribution):
-        return within.mask(fn._mask)
-    if isinstance(fn, Independent):
-        return within.to_event(fn.reinterpreted_batch_ndims)
-    return within
+    return dist.Normal(loc, scale, validate_args=False)

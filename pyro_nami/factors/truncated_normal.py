@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import TorchDistribution
@@ -19,7 +19,6 @@ __all__ = ["NEGLIGIBLE", "TruncatedNormal"]
 
 # deviations from the mean, 8.5: a Normal density is less there than doubles can tell beside that of the mode
 NEGLIGIBLE = math.sqrt(-2 * math.log(torch.finfo(torch.float64).eps))
-NEWTON_STEPS = 6  # of a draw, to double precision; after three some are 1e-3 deviations off
 _NO_BOUND = torch.finfo(torch.float32).max  # in place of infinity, which has no gradient
 
 
@@ -60,17 +59,14 @@ class TruncatedNormal(TorchDistribution):
         self, batch_shape: Sequence[int], _instance: TruncatedNormal | None = None
     ) -> TruncatedNormal:
         loc, scale, low, high = (
-            each.expand(torch.Size(batch_shape))
-            for each in (self.loc, self.scale, self.low, self.high)
+            each.expand(batch_shape) for each in (self.loc, self.scale, self.low, self.high)
         )
-        return type(self)(loc, scale, low, high, validate_args=False)
+        return TruncatedNormal(loc, scale, low, high, validate_args=False)
 
-    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         at = self._mode()
         u = torch.rand(
-            torch.Size(sample_shape) + self.batch_shape,
-            dtype=at.scale.dtype,
-            device=at.scale.device,
+            self._extended_shape(sample_shape), dtype=torch.float64, device=at.scale.device
         )
         # so that draws are continuous in the parameters
         u = torch.where(at.sign > 0, u, 1 - u).clamp(min=2.0**-54)
@@ -79,7 +75,8 @@ class TruncatedNormal(TorchDistribution):
             mills = _mills(at.place)
             log_p = log_mass - mills.log()
             t = (-log_p * mills).clamp(min=0)
-            for _ in range(NEWTON_STEPS):  # as the log of a distribution function is concave
+            # Converges from anywhere, as the log of a distribution function is concave: six steps to double precision.
+            for _ in range(6):
                 t = _stepped(t, at.place, log_mass)
             t = torch.where(log_p > 0, -ndtri(log_p.exp() / 2).clamp(max=NEGLIGIBLE), t)
         value = (at.edge - at.sign * at.scale * _stepped(t, at.place, log_mass)).to(self.loc)

@@ -90,9 +90,8 @@ class NormalFamily(Family):
 
     def _split(self, params: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns own parameters, and the evidence behind them if there is any."""
-        if params.shape[-1] == self.num_params:
-            return params, None
-        return params[..., : self.num_params], params[..., self.num_params :]
+        own, evidence = params.tensor_split([self.num_params], -1)
+        return own, evidence if evidence.shape[-1] else None
 
 
 class MixtureFamily(NormalFamily):

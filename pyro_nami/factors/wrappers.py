@@ -73,14 +73,17 @@ def through_wrappers(
 
 
 def rewrapped(distribution: Any, function: Callable[[Any], Any]) -> Any:
-    """Returns `function` of the innermost distribution in the same wrappers; None where it returns None."""
+    """Returns `function` of the innermost distribution in the same wrappers; None where it returns None.
+
+    Batch dims that `function` adds on the left stay.
+    """
     if not isinstance(distribution, _WRAPPERS):
         return function(distribution)
     base = rewrapped(base_of(distribution), function)
     if base is None:
         return None
     if isinstance(distribution, ExpandedDistribution):
-        return base.expand(distribution.batch_shape)
+        return base.expand(torch.broadcast_shapes(base.batch_shape, distribution.batch_shape))
     if isinstance(distribution, MaskedDistribution):
         return base.mask(distribution._mask)
     return base.to_event(distribution.reinterpreted_batch_ndims)

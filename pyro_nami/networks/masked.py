@@ -177,26 +177,27 @@ class MaskedMLP(nn.Module):
 
     def start(self, whole: bool = False) -> SteppedState:
         """Returns the state of a pass in which no input is known yet; of one step, if it is taken as a ``whole``."""
-        *layers, output = [
-            getattr(self, name) * self._buffers[f"{name}_mask"] for name in self.layer_names[:-1]
-        ] + [self.output * self._output_scale()]
+        scales: list[Any] = [self._buffers[f"{name}_mask"] for name in self.layer_names]
+        scales[-1] = self._output_scale()
+        layers = [getattr(self, name) * scale for name, scale in zip(self.layer_names, scales)]
+        weights = [layer[:, :-1] for layer in layers]
         biases = [layer[:, -1:] for layer in layers]
-        biases.append(output[:, -1:])
-        if layers:
-            units = self.activation(biases[0])
-            for layer, bias in zip(layers[1:], biases[1:]):
-                units = self.activation(torch.addmm(bias, layer[:, :-1], units))
-            biases[-1] = biases[-1] - output[:, : self._num_units] @ units
-        bounds = [(each[0], each[-1]) for each in self.bounds] if whole else self.bounds
-
         reads: list[tuple[int, ...]] = [(layer,) for layer in range(len(layers))]
-        reads.append((len(layers), 0) if self.skip and layers else (len(layers),))
+        if len(layers) > 1:
+            units = self.activation(biases[0])
+            for weight, bias in zip(weights[1:-1], biases[1:]):
+                units = self.activation(torch.addmm(bias, weight, units))
+            biases[-1] = biases[-1] - weights[-1][:, : self._num_units] @ units
+            if self.skip:
+                reads[-1] += (0,)
+
+        bounds = [(each[0], each[-1]) for each in self.bounds] if whole else self.bounds
         matrices = [
-            layer[:, :-1].split([end - start for start, end in pairwise(each)])
-            for layer, each in zip((*layers, output), bounds[1:])
+            weight.split([end - start for start, end in pairwise(each)])
+            for weight, each in zip(weights, bounds[1:])
         ]
-        weights = PassWeights(bounds, reads, matrices, self.activation)
-        return start_pass(weights, [bias.t() for bias in biases])
+        known = PassWeights(bounds, reads, matrices, self.activation)
+        return start_pass(known, [bias.t() for bias in biases])
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
@@ -256,11 +257,6 @@ class MaskedMLP(nn.Module):
         """Adapts the speed of the output layer's weights, after a step of the optimizer; see `Pace`."""
         if self.pace is not None:
             self.pace.adapt(self._paced())
-
-    def set_shared(self, rows: Tensor) -> None:
-        """Says to which rows each instance adds something of its own, a boolean ``(outputs,)``; see `Pace`."""
-        if self.pace is not None:
-            self.pace.shared[:, -1] = rows
 
     @property
     def num_parameters(self) -> int:

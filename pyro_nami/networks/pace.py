@@ -13,14 +13,22 @@ from torch import Tensor, nn
 
 __all__ = ["Pace"]
 
-LOOK_EVERY = 4  # steps between two looks at the speeds
-SHARE = 0.06  # of the latest look in the averages
-MAX_SPEED = 16.0  # in units of the optimizer's step; the least is its inverse
-MIN_STEP = 0.002  # to which a speed leads, in units of the parameter, as a mean of `LOOK_EVERY` signed steps
+# steps between two looks at the speeds, which take their mean; over ten times as many, speeds lag behind training
+LOOK_EVERY = 4
+# weight of the latest look in the averages: these are over about 17 looks, and with ten times the weight over two
+SHARE = 0.06
+# largest speed, in units of the optimizer's step; the least is its inverse
+MAX_SPEED = 16.0
+# bounds of the step that a speed leads to, in units of the parameter, as a mean of `LOOK_EVERY` signed steps: longer
+# ones are noise around the optimum, and shorter ones do not reach it
+MIN_STEP = 0.002
 MAX_STEP = 0.05
-MAX_GROWTH = 1.25  # factor of a speed between two looks
-MAX_BURST = 3.0  # one step of a patient parameter, in units of its usual ones
-REST = MIN_STEP / 2  # step of a patient parameter while its steps do not agree, by default
+# largest factor of a speed between two looks: from 1 to 16 in 50 steps, with a tenth of the growth in 450
+MAX_GROWTH = 1.25
+# largest step of a patient parameter, in units of its usual ones: no draw from a heavy tail moves it further
+MAX_BURST = 3.0
+# by default, the step of a patient parameter while its steps do not agree
+REST = MIN_STEP / 2
 
 
 class Pace(nn.Module):

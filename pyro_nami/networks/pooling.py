@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_nami.networks.reductions import Reduction
+from pyro_nami.networks.stepped import Activation
 
 __all__ = [
     "ENCODERS",
@@ -34,7 +35,6 @@ __all__ = [
     "make_encoder",
 ]
 
-Activation = Callable[[Tensor], Tensor]
 ENCODERS = "mean", "attention"
 
 

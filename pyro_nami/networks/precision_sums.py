@@ -17,21 +17,18 @@ from pyro_nami.networks.reductions import Reduction
 
 __all__ = ["PrecisionSums"]
 
-MAX_LOG_PRECISION = (
-    10.0  # of one instance, as a natural logarithm: one instance shall not outweigh all others
-)
-
 
 class PrecisionSums(nn.Module):
     """Sums over a set of ``exp(l_n) q_n (q_n, 1, x_n)``, the canonical parameters of its pseudo-observations.
 
     Instance n is taken for an observation of every head v, ``q_n v = phi_n + noise of precision exp(l_n)``, with phi, q
-    and l linear in its inputs x_n, l within -10 and 10; l starts at 0 and q at 1. The parameter ``heads_weight``,
+    and l linear in its inputs x_n, l within bounds; l starts at 0 and q at 1. The parameter ``heads_weight``,
     ``(2 * heads, num_inputs + 1)``, has the rows of l, then those of q, and the bias as last column.
 
     Args:
         num_inputs: number of inputs of each instance.
         heads: number of elements that the instances are taken for observations of.
+        max_log_precision: bound of the size of l, in nats: one instance shall not outweigh all others.
         **factory: device and dtype of the parameters.
 
     Example:
@@ -41,10 +38,13 @@ class PrecisionSums(nn.Module):
                 [3., 3., 8.]], grad_fn=<SelectBackward0>)
     """
 
-    def __init__(self, num_inputs: int, heads: int, **factory: Any) -> None:
+    def __init__(
+        self, num_inputs: int, heads: int, *, max_log_precision: float = 10.0, **factory: Any
+    ) -> None:
         super().__init__()
         self.num_inputs = num_inputs
         self.heads = heads
+        self.max_log_precision = max_log_precision
         self.heads_weight = nn.Parameter(torch.empty(2 * heads, num_inputs + 1, **factory))
         self.reset_parameters()
 
@@ -62,7 +62,8 @@ class PrecisionSums(nn.Module):
         (weight,) = self.weights() if weights is None else weights
         x = x.movedim(over.axis, -1)  # products are fast where the instances are contiguous
         log_precision, slope = (weight[:, :-1] @ x + weight[:, -1:]).chunk(2, -2)
-        force = F.hardtanh(log_precision, -MAX_LOG_PRECISION, MAX_LOG_PRECISION).exp() * slope
+        limit = self.max_log_precision
+        force = F.hardtanh(log_precision, -limit, limit).exp() * slope
         sums = over.products(force, torch.cat((x, torch.ones_like(x[..., :1, :])), -2))
         # As q is linear in the inputs; rounding may take what is next to nothing below zero.
         squares = (sums * weight[self.heads :].unsqueeze(-1)).sum(-2, keepdim=True).clamp(min=0)

@@ -14,14 +14,6 @@ from torch import Tensor, nn
 
 __all__ = ["BackwardGRU", "BackwardMessages", "SeriesSummary", "backward_sums"]
 
-# Natural logarithm of the precision of a message, relative to the unit, beyond which a step says no more; at ten times
-# as many, differences of numbers so large are lost to rounding.
-MAX_LOG_PRECISION = 12.0
-# f = tanh(2.5) = 0.987 at first: near 1, as of random walks, where it still has a gradient
-FIRST_FACTOR = 2.5
-LEAST_SQUARE = 1e-4  # of standardized inputs, below which their size is taken for rounding
-LEAST = 1e-12  # precision, relative to the unit, of what has no data: such that a location of zero by zero is zero
-
 
 def backward_sums(terms: Tensor, decay: Tensor) -> Tensor:
     """Returns ``sums[t] = terms[t] + decay[t] * sums[t + 1]`` along the first dim, in log2(steps) rounds.
@@ -87,8 +79,7 @@ class BackwardGRU(nn.Module):
         return states.take_along_dim(seen.cumsum(0).unsqueeze(-1), 0).flip(0)
 
     def _run(self, x: Tensor) -> Tensor:
-        weights: list[Tensor] = [self.inputs_weight, self.state_weight]
-        weights += [self.inputs_bias, self.state_bias]
+        weights: Any = [self.inputs_weight, self.state_weight, self.inputs_bias, self.state_bias]
         start = x.new_zeros(1, x.shape[1], self.num_units)
         return torch.gru(x, start, weights, True, 1, 0.0, False, False, False)[0]
 
@@ -102,11 +93,15 @@ class SeriesSummary(nn.Module):
     Args:
         num_inputs: of each step.
         num_units: of the unit's state; the hidden layer has twice as many.
+        min_square: added to mean squares of standardized inputs, below which their size is taken for rounding.
         **factory: device and dtype of the parameters.
     """
 
-    def __init__(self, num_inputs: int, num_units: int, **factory: Any) -> None:
+    def __init__(
+        self, num_inputs: int, num_units: int, *, min_square: float = 1e-4, **factory: Any
+    ) -> None:
         super().__init__()
+        self.min_square = min_square
         self.num_features = 3 * num_units + 2 * num_inputs + 1
         self.gru = BackwardGRU(num_inputs, num_units, **factory)
         self.hidden = nn.Linear(num_units + num_inputs, 2 * num_units, **factory)
@@ -120,7 +115,7 @@ class SeriesSummary(nn.Module):
         mean, square = (
             (weight * each).sum(0) / count for each in (torch.cat((hidden, x), -1), x.square())
         )
-        return torch.cat((states[0], mean, (square + LEAST_SQUARE).log(), count.log()), -1)
+        return torch.cat((states[0], mean, (square + self.min_square).log(), count.log()), -1)
 
 
 class BackwardMessages(nn.Module):
@@ -132,31 +127,38 @@ class BackwardMessages(nn.Module):
 
     with u linear in the data of a step, and a, c between 0 and 1, and f between -1 and 1 functions of a `BackwardGRU`'s
     state. Kalman's backward recursion for an autoregression with coefficient f is of that form; so locations follow
-    data however far out these are. A further output is added to m, and another to log l; they are zero at first. Logits
-    are outputs themselves.
+    data however far out these are. A further output is added to m, and another to log l; they are zero at first, where
+    f = 0.987 is near 1, as of random walks, and still has a gradient. Logits are outputs themselves.
 
     Args:
         num_data: features of a step's data that u is linear in; 0 for logits.
         num_inputs: of a step to the network.
         num_units: of the unit's state, and of a hidden layer after it.
         num_outputs: elements of a step's state, or logits.
+        max_log_precision: bound of a message's log precision relative to the unit, in nats, beyond which a step says no
+            more; at ten times as many, differences of numbers so large are lost to rounding.
         **factory: device and dtype of the parameters.
     """
 
     def __init__(
-        self, num_data: int, num_inputs: int, num_units: int, num_outputs: int, **factory: Any
+        self,
+        num_data: int,
+        num_inputs: int,
+        num_units: int,
+        num_outputs: int,
+        *,
+        max_log_precision: float = 12.0,
+        **factory: Any,
     ) -> None:
         super().__init__()
+        self.max_log_precision = max_log_precision
         self.is_normal, self.num_outputs = num_data > 0, num_outputs
         self.gru = BackwardGRU(num_inputs, num_units, **factory)
         self.hidden = nn.Linear(num_units + num_inputs, num_units, **factory)
-        self.output = nn.Linear(num_units, num_outputs * (5 if self.is_normal else 1), **factory)
-        nn.init.zeros_(self.output.weight)
-        nn.init.zeros_(self.output.bias)
+        self.output = _zero_map(num_units, num_outputs * (5 if self.is_normal else 1), **factory)
         if self.is_normal:
-            self.location = nn.Linear(num_data, num_outputs, **factory)
-            nn.init.zeros_(self.location.weight)
-            nn.init.zeros_(self.location.bias)
+            self.location = _zero_map(num_data, num_outputs, **factory)
+            nn.init.constant_(self.output.bias[2 * num_outputs : 3 * num_outputs], 2.5)  # of f
 
     @torch.no_grad()
     def start(self, slope: Tensor, log_precision: Tensor) -> None:
@@ -181,15 +183,24 @@ class BackwardMessages(nn.Module):
         if not self.is_normal:
             return output
         log_weight, decay, factor, shift, more = output.chunk(5, -1)
-        limit = MAX_LOG_PRECISION
+        limit = self.max_log_precision
         weight = log_weight.clamp(-limit, limit).exp() * seen.unsqueeze(-1)
-        decay, factor = decay.sigmoid(), (FIRST_FACTOR + factor).tanh()
+        decay, factor = decay.sigmoid(), factor.tanh()
         if exists is not None:
             there = exists.unsqueeze(-1)
             weight = weight * there
-            decay, factor = (torch.where(there, part, 1.0) for part in (decay, factor))
+            decay, factor = (part.where(there, 1.0) for part in (decay, factor))
         both = torch.cat((weight * self.location(data), weight), -1)
         both = backward_sums(both, torch.cat((decay * factor, decay * factor.square()), -1))
         force, precision = both.chunk(2, -1)
-        precision = precision + LEAST
+        # where there are no data, a location of zero by zero is zero
+        precision = precision + torch.finfo(precision.dtype).eps ** 2
         return force / precision + shift, (precision.log() + more).clamp(-3 * limit, limit)
+
+
+def _zero_map(num_inputs: int, num_outputs: int, **factory: Any) -> nn.Linear:
+    """Returns a linear map that gives zeros at first."""
+    linear = nn.Linear(num_inputs, num_outputs, **factory)
+    for parameter in linear.parameters():
+        nn.init.zeros_(parameter)
+    return linear

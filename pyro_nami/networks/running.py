@@ -15,10 +15,6 @@ from torch import Tensor, nn
 
 __all__ = ["Running", "center_and_spread", "tempered"]
 
-MAX_LINEAR = 10.0  # size up to which features are left as they are, in units of their spread
-MIN_SHARE = 0.05  # of a new value in the averages
-SELDOM = 8  # passes from one update to the next, once the averages have settled
-
 
 def center_and_spread(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the median of each column of ``(rows, columns)``, and half the width of its central 68%.
@@ -41,6 +37,13 @@ class Running(nn.Module):
 
     They stay 0 and 1 unless `settle` or `update` is called.
 
+    Args:
+        floor: the least scale of each input, ``(inputs,)``.
+        follows: whether an input's center and scale follow what is read, boolean ``(inputs,)``.
+        min_share: least weight of a new value in the averages: they are means of all values, later of about the
+            latest 1 / min_share.
+        update_every: passes from one update to the next, once the averages have settled; each takes time.
+
     Example:
         >>> running = Running(floor=torch.zeros(1), follows=torch.ones(1).bool())
         >>> running.settle(torch.tensor([[3.0], [5.0]]), 0, 1)
@@ -51,12 +54,14 @@ class Running(nn.Module):
     center: Tensor
     scale: Tensor
     variance: Tensor
-    floor: Tensor  # the least scale of each input, ``(inputs,)``
-    # whether an input's center and scale follow what is read, a boolean ``(inputs,)``
+    floor: Tensor
     follows: Tensor
 
-    def __init__(self, floor: Tensor, follows: Tensor) -> None:
+    def __init__(
+        self, floor: Tensor, follows: Tensor, *, min_share: float = 0.05, update_every: int = 8
+    ) -> None:
         super().__init__()
+        self._min_share, self._update_every = min_share, update_every
         for name, value in (("center", 0.0), ("scale", 1.0), ("variance", 1.0)):
             self.register_buffer(name, torch.full_like(floor, value))
         self.register_buffer("floor", floor, persistent=False)
@@ -71,12 +76,12 @@ class Running(nn.Module):
     @property
     def share(self) -> float:
         """Weight of a new value in the averages."""
-        return max(1 / (2 + self.passes), MIN_SHARE)
+        return max(1 / (2 + self.passes), self._min_share)
 
     @property
     def due(self) -> bool:
-        """Whether the coming pass shall update the averages: every pass at first, one of `SELDOM` later."""
-        return self.share > MIN_SHARE or self.passes % SELDOM == 0
+        """Whether the coming pass shall update the averages: every pass at first, one of several later."""
+        return self.share > self._min_share or self.passes % self._update_every == 0
 
     @torch.no_grad()
     def settle(self, x: Tensor, first: int, last: int) -> None:
@@ -111,8 +116,8 @@ class Running(nn.Module):
         self.passes, self.settled = state[0], bool(state[1])
 
 
-def tempered(features: Tensor) -> Tensor:
-    """Returns features of order one as they are within -10 and 10, and beyond as fast as a logarithm grows.
+def tempered(features: Tensor, *, linear: float = 10.0) -> Tensor:
+    """Returns features of order one as they are up to the size ``linear``, and beyond as fast as a logarithm grows.
 
     A heavy-tailed model simulates data thousands of its usual spreads away, and one of them would throw every weight.
 
@@ -120,5 +125,5 @@ def tempered(features: Tensor) -> Tensor:
         >>> tempered(torch.tensor([-2.0, 10.0, 1e6])).round()
         tensor([-2., 10., 25.])
     """
-    inside = features.clamp(-MAX_LINEAR, MAX_LINEAR)
+    inside = features.clamp(-linear, linear)
     return inside + (features - inside).asinh()

@@ -24,7 +24,6 @@ from torch import Tensor
 __all__ = ["Activation", "PassWeights", "SteppedState", "concatenated", "start_pass"]
 
 Activation = Callable[[Tensor], Tensor]
-BLOCK = 8  # steps after which sums of all later steps are brought up to date: 1 or 80 take twice as long
 
 
 class PassWeights(NamedTuple):
@@ -37,10 +36,18 @@ class PassWeights(NamedTuple):
     matrices: Sequence[Sequence[Tensor]]
     activation: Activation
 
+    @property
+    def block(self) -> int:
+        """Steps after which the sums of all later steps are brought up to date, at about the least cost of n steps."""
+        return 1 + math.isqrt(len(self.bounds[0]))
+
 
 def start_pass(weights: PassWeights, biases: Sequence[Tensor]) -> SteppedState:
     """Returns a pass in which no input is known, from the biases of each layer but the inputs, ``(1, features)``."""
-    sums = [_in_steps(bias, bounds, 0, BLOCK) for bias, bounds in zip(biases, weights.bounds[1:])]
+    sums = [
+        _in_steps(bias, bounds, 0, weights.block)
+        for bias, bounds in zip(biases, weights.bounds[1:])
+    ]
     return SteppedState(weights, sums, [()] * len(sums))
 
 
@@ -75,7 +82,7 @@ class SteppedState(NamedTuple):
         state = self
         grown = bool(self.step) and shape != self.batch_shape
         if grown or stop - self.since >= len(self.sums[0]):
-            state = self._gathered(max(stop, self.step + BLOCK), shape)
+            state = self._gathered(max(stop, self.step + self.weights.block), shape)
         size, known = math.prod(shape), list(state.known)
         value = x.reshape(size, x.shape[-1])
         for layer in range(len(known)):

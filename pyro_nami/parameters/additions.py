@@ -35,14 +35,20 @@ from torch import Tensor
 from pyro_nami.factors.links import raw_scale, relative_scale
 from pyro_nami.parameters.conditioning import Pooled, Source
 
-__all__ = ["Additions", "PseudoObservations", "expert", "initial_expert", "initial_rows"]
+__all__ = [
+    "FIRST_SHARE",
+    "Additions",
+    "PseudoObservations",
+    "expert",
+    "initial_expert",
+    "initial_rows",
+]
 
 # size of log precisions: beyond, products of three overflow in single precision
 MAX_LOG = math.log(torch.finfo(torch.float32).max) / 3
-_RAW_ONE = math.log(math.expm1(1.0))  # the raw scale that stands for one
-FIRST_SHARE = (
-    1e-3  # of a factor's first precision, that pseudo-observations bring: more would move its start
-)
+# share of a factor's first precision that comes from observations; ten times as much would move its start, and with
+# ten times less they would be learned later
+FIRST_SHARE = 1e-3
 
 
 class PseudoObservations(NamedTuple):
@@ -126,11 +132,8 @@ def initial_rows(
     columns = []
     for count, each in zip(counts, pseudo):
         rows = location.new_zeros(len(location), each.num_params)
-        rows[:, 0] = (
-            math.log(FIRST_SHARE / (max(count, 1.0) * len(pseudo)))
-            - 2 * math.log(scale)
-            - 2 * spread.log()
-        )
+        share = FIRST_SHARE / (max(count, 1.0) * len(pseudo))
+        rows[:, 0] = math.log(share) - 2 * (scale * spread).log()
         rows[:, 1] = shift + spread * location
         columns.append(rows)
     return torch.cat(columns, -1)
@@ -149,7 +152,7 @@ def expert(params: Tensor, num_params: int) -> Tensor:
     """
     location, raw = params[..., 0], params[..., 1]
     precision = relative_scale(raw.clamp(min=-MAX_LOG / 2)).square().reciprocal()
-    own = torch.stack((torch.zeros_like(location), torch.full_like(location, _RAW_ONE)), -1)
+    own = torch.stack((torch.zeros_like(location), raw_scale(torch.ones_like(location))), -1)
     added = torch.stack((precision, precision * location), -1)
     rest, more = params[..., 2:num_params], params[..., num_params:]
     return torch.cat((own, rest, added + more if more.shape[-1] else added), -1)

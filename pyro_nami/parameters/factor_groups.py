@@ -38,10 +38,10 @@ __all__ = [
     "with_pseudo_observations",
 ]
 
-MAX_PSEUDO_INPUTS = (
-    128  # of an instance that is a pseudo-observation; weights grow with their number
-)
-MAX_PSEUDO_ROWS = 8192  # likewise, times the elements of the factor
+# inputs of an instance that is a pseudo-observation, and their number times the elements of the factor; the network has
+# a row for each of the latter, so with ten times as many these are most of its weights
+MAX_PSEUDO_INPUTS = 128
+MAX_PSEUDO_ROWS = 8192
 
 
 Dependence = Literal["independent", "sequential", "linear"] | tuple[int, int]
@@ -144,6 +144,16 @@ class InputColumns(NamedTuple):
     last: int
     start: int = 0
 
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return self.last - self.first
+
+    @property
+    def where(self) -> slice:
+        """The columns' place in the network."""
+        return slice(self.start, self.start + self.width)
+
 
 class NetworkStep(NamedTuple):
     """What a network takes in and gives out at one step."""
@@ -196,9 +206,7 @@ def plan_steps(
         step = next(step for place, step in heads if when < place)
         size = sizes[source]
         step.columns.append(InputColumns(source, size - last_elements.get(source, size), size))
-    starts = accumulate(
-        (column.last - column.first for step in steps for column in step.columns), initial=0
-    )
+    starts = accumulate((column.width for step in steps for column in step.columns), initial=0)
     return [
         step._replace(columns=[each._replace(start=next(starts)) for each in step.columns])
         for step in steps
@@ -210,20 +218,20 @@ def dependency(factors: Sequence[Factor], columns: Sequence[InputColumns]) -> Te
 
     Rows of pseudo-observations read no pooled features.
     """
-    total = sum(column.last - column.first for column in columns)
-    sizes = {source: last for source, _, last, _ in sorted(columns, key=lambda column: column.last)}
+    total = sum(column.width for column in columns)
+    sizes = {column.source: column.last for column in sorted(columns, key=lambda each: each.last)}
     matrix = []
     for factor in factors:
         reads = torch.zeros(factor.num_elements, factor.num_rows, total, dtype=torch.bool)
-        for source, first, last, start in columns:
-            here = slice(start, start + last - first)
+        for column in columns:
+            source, here = column.source, reads[..., column.where]
             if source in factor.sources:
-                reads[:, : factor.num_params if pooled_part(source) else None, here] = True
+                here[:, : factor.num_params if pooled_part(source) else None] = True
             elif factor.sequential and source == factor.own:
-                reads[last // factor.num_features :, :, here] = True
+                here[column.last // factor.num_features :] = True
             if isinstance(source, Direct) and source.node in factor.parts:
                 parts = torch.tensor(factor.parts[source.node])
-                which = torch.arange(first, last) * parts.shape[1] // sizes[source]
-                reads[:, :, here] &= parts[:, which].unsqueeze(1)
+                which = torch.arange(column.first, column.last) * parts.shape[1] // sizes[source]
+                here &= parts[:, which].unsqueeze(1)
         matrix.append(reads.flatten(0, 1))
     return torch.cat(matrix)

@@ -27,7 +27,6 @@ __all__ = ["MOST_COUPLED", "FreeParameters", "coupling_units"]
 
 # elements that a linear map couples: its weights, as many as these squared, come with a gradient and two averages
 MOST_COUPLED = math.isqrt(rows_in_memory(4))
-BASE = 0.5  # elements that a row of a coupling may read before its weights are divided, see `networks.Base`
 
 
 class FreeParameters(PyroModule):
@@ -89,9 +88,10 @@ class FreeParameters(PyroModule):
             getattr(self, f"{name}_pace").adapt(getattr(self, name))
 
 
-def coupling_units(size: int, like: Tensor) -> Tensor:
-    """Returns the units of a coupling, ``(size, size)``: zero but below the diagonal, less in rows that read more."""
-    before = torch.arange(size, device=like.device).to(like).clamp(min=BASE) / BASE
-    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril(-1) / before.unsqueeze(
-        -1
-    )
+def coupling_units(size: int, like: Tensor, *, base: float = 0.5) -> Tensor:
+    """Returns the units of a coupling, ``(size, size)``: zero but below the diagonal, less in rows that read more.
+
+    A row that reads n elements has units of 1 / max(1, n / base), as of `networks.Base`.
+    """
+    divisor = (torch.arange(size).to(like) / base).clamp(min=1)
+    return like.new_ones(size, size).tril(-1) / divisor.unsqueeze(-1)

@@ -32,16 +32,12 @@ __all__ = ["GroupNetwork", "PlacedFactor", "TooLargeError"]
 _COMPILED = Base(32.0, 64.0, 8.0, variances=(1 / 3, 1 / 3))
 _TRAINED = Base(1.0, 8.0, 0.25, paced=True, patient=True)
 _VARYING = Base(32.0, 64.0, 8.0, paced=True)
-# unit of rows that are no locations: how scales move with other latents matters less, and is noisier
-SHAPE_UNIT = 0.1
 # least scale of an input, in units of its spread at the first call: of a single latent, and of what is pooled
 MIN_SCALE = torch.finfo(torch.float32).eps
 MIN_POOLED_SCALE = 0.1
-# floats for each weight of the output layer: weights, mask, masked weights, gradient and two of the optimizer's
-COPIES = 6
-# bytes of an output layer with its copies: of guides that simulations train, and of guides that data train
-MAX_BYTES_COMPILED = 5e8
-MAX_BYTES_TRAINED = 5e7
+# bytes of an output layer with its copies where simulations train it; where one data set does, at rates that suit small
+# networks, a tenth: blocks of 1000 elements that depend on each other. With ten times fewer, it is blocks of 320.
+MAX_BYTES = 5e8
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +74,9 @@ class PlacedFactor:
             anchor: of its prior there, ``(elements,)``.
         """
         mlp, where = self.group.mlp, self.factor.locations
-        units, bias = mlp.units.clone(), mlp.bias_units.clone()
         anchor = anchor.double().unsqueeze(-1)
-        self.rows(units)[:, where] = (scale / anchor).to(units)
-        self.rows(bias)[:, where] = (1 / anchor).to(bias)
-        mlp.set_units(units, bias)
+        self.rows(mlp.units)[:, where] = (scale / anchor).to(mlp.units)
+        self.rows(mlp.bias_units)[:, where] = (1 / anchor).to(mlp.units)
 
 
 class GroupNetwork:
@@ -96,6 +90,8 @@ class GroupNetwork:
         varying: whether data differ from step to step, without being simulated.
         hidden_features, skip, options: of the network.
         factory: its dtype and device.
+        shape_unit: unit of rows that are no locations, of guides that data train: how scales move with other latents
+            matters less, and is noisier.
     """
 
     def __init__(
@@ -109,6 +105,7 @@ class GroupNetwork:
         hidden_features: Sequence[int],
         factory: Mapping[str, Any],
         skip: bool = True,
+        shape_unit: float = 0.1,
         **options: Any,
     ) -> None:
         self.factors, self.steps = tuple(factors), tuple(steps)
@@ -120,9 +117,10 @@ class GroupNetwork:
         is_varied = simulated or varying or bool(factors[0].batch)
         self.constant = frozenset() if is_varied else self.data
         rows = sum(factor.num_elements * factor.num_rows for factor in factors)
-        inputs = sum(column.last - column.first for column in columns)
-        column_bytes = rows * COPIES * torch.empty(0, **factory).element_size()
-        most = MAX_BYTES_COMPILED if simulated else MAX_BYTES_TRAINED
+        inputs = sum(column.width for column in columns)
+        # six numbers a weight: itself, its mask, the product, the gradient, and two averages of the optimizer
+        column_bytes = 6 * rows * torch.empty(0, **factory).element_size()
+        most = MAX_BYTES if simulated else MAX_BYTES / 10
         # Hidden units alone carry many inputs to factors that are drawn in one go.
         at_once = not any(factor.sequential or factor.coupled for factor in factors)
         if simulated and at_once and hidden_features and inputs * column_bytes > most:
@@ -136,14 +134,14 @@ class GroupNetwork:
             self.reads,
             hidden_features,
             skip=skip,
-            input_splits=[sum(each.last - each.first for each in step.columns) for step in steps],
+            input_splits=[sum(column.width for column in step.columns) for step in steps],
             output_splits=[sum(step.rows.values()) for step in steps],
             base=base,
             **options,
             **factory,
         )
         if not simulated:
-            self.mlp.set_units(torch.full_like(self.mlp.units, SHAPE_UNIT))
+            self.mlp.set_units(torch.full_like(self.mlp.units, shape_unit))
         self.running = self._standardization(columns, latents, simulated)
 
     def _places(
@@ -176,10 +174,11 @@ class GroupNetwork:
         """Returns the running averages of inputs: those of latents follow training, and those of data do not."""
         floor: list[float] = []
         follows: list[bool] = []
-        for source, first, last, _ in columns:
+        for column in columns:
+            source, width = column.source, column.width
             pure = nodes_of(source) <= latents and pooled_part(source) is None
-            floor += (last - first) * [MIN_SCALE if pure else MIN_POOLED_SCALE]
-            follows += (last - first) * [not simulated and source not in self.data]
+            floor += width * [MIN_SCALE if pure else MIN_POOLED_SCALE]
+            follows += width * [not simulated and source not in self.data]
         units = self.mlp.units
         return Running(units.new_tensor(floor), torch.tensor(follows).bool().to(units.device))
 
@@ -203,27 +202,28 @@ class GroupNetwork:
         x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         center, scale = x.mean(0), x.std(0)
         left = ((x == 0) | (x == 1)).all(0) | ~(scale > MIN_SCALE)
-        for source, first, last, start in self.columns(0, len(self.steps)):
+        for column in self.columns(0, len(self.steps)):
+            source = column.source
             if pooled_part(source) is not None or not nodes_of(source).isdisjoint(moving):
-                left[start : start + last - first] = True
+                left[column.where] = True
         self.running.center = center.masked_fill(left, 0.0)
         self.running.scale = scale.masked_fill(left, 1.0)
 
     def learn(self, innovations: Mapping[Any, Tensor]) -> None:
         """Updates the units of locations by draws ``(*batch, elements)`` of factors, relative to their anchors."""
         share = self.running.share
-        bias, units = self.mlp.output_bias(), self.mlp.units.clone()
+        bias = self.mlp.output_bias()
         for name in self.places.keys() & innovations.keys():
             place = self.places[name]
             where = place.factor.locations
-            unit = place.rows(units)[:, where]
+            units = place.rows(self.mlp.units)
+            unit = units[:, where]
             off = innovations[name].unsqueeze(-1) - place.rows(bias)[:, where]
             spread = off.reshape(-1, *unit.shape).square().mean(0)
             learned = unit.square().lerp(spread, share).sqrt()
             # No faster than a bias: draws that spread would make what spreads them faster, without end.
             most = place.rows(self.mlp.bias_units)[:, where]
-            place.rows(units)[:, where] = learned.minimum(most)
-        self.mlp.set_units(units)
+            units[:, where] = learned.minimum(most)
 
     @property
     def stacks(self) -> list[SplineStack]:

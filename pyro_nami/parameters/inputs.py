@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class IndexMaps:
         return self._segments[key]
 
 
+@dataclass(eq=False)
 class Sources:
     """The values of sources in one call, each evaluated once, when it is first read.
 
@@ -80,15 +82,12 @@ class Sources:
         tensor([[2.]])
     """
 
-    def __init__(
-        self, dims: Mapping[str, int], maps: IndexMaps, encoders: Pooling, sums: Pooling
-    ) -> None:
-        self._dims = dims
-        self._maps = maps
-        self._encoders = encoders
-        self._sums = sums
-        self._features: dict[Hashable, Tensor] = {}
-        self._known: dict[Any, Tensor] = {}
+    dims: Mapping[str, int]
+    maps: IndexMaps
+    encoders: Pooling
+    sums: Pooling
+    _features: dict[Hashable, Tensor] = field(default_factory=dict, init=False)
+    _known: dict[Any, Tensor] = field(default_factory=dict, init=False)
 
     def put(self, node: Hashable, features: Tensor) -> None:
         """Makes features known, of size 1 in plates that a node lacks."""
@@ -100,21 +99,21 @@ class Sources:
 
     def value(self, source: Source) -> Tensor:
         """Returns the features that a factor reads by a source, ``(*left, *plates, features)``."""
-        return self._value(source, self._encoders)
+        return self._value(source, self.encoders)
 
     def total(self, source: Source) -> Tensor:
         """Returns what the instances that a factor reads by a pooled source add up to, ``(*left, *plates, sums)``."""
-        return self._value(source, self._sums)
+        return self._value(source, self.sums)
 
     def _value(self, source: Any, pooling: Pooling) -> Tensor:
         if isinstance(source, Direct):
             return self._features[source.node]
-        key = source, pooling is self._sums
+        key = source, pooling is self.sums
         if key not in self._known:
             if isinstance(source, Pooled):
                 value = self._pool(source, pooling[source])
             elif isinstance(source, Flattened):
-                dims = [self._dims[plate] for plate in source.plates]
+                dims = [self.dims[plate] for plate in source.plates]
                 value = to_sequence(self._value(source.source, pooling), dims)
             else:
                 value = self._gather(self._value(source.source, pooling), source)
@@ -122,8 +121,8 @@ class Sources:
         return self._known[key]
 
     def _pool(self, source: Pooled, reduce: Callable[[Tensor, Reduction], Tensor]) -> Tensor:
-        x, dim = self._instances(source.inputs), self._dims[source.plate]
-        over = self._maps.segments(source.plate, source.onto, dim) if source.onto else Along(dim)
+        x, dim = self._instances(source.inputs), self.dims[source.plate]
+        over = self.maps.segments(source.plate, source.onto, dim) if source.onto else Along(dim)
         sets = reduce(x, over).flatten(x.dim() - 1)  # sums come head by head
         dims, sizes = self._places(source.onto)
         if dims in ([], [dim]):
@@ -137,22 +136,20 @@ class Sources:
         return self._known[inputs]
 
     def _gather(self, value: Tensor, source: Any) -> Tensor:
-        dim, (dims, sizes) = self._dims[source.rows], self._places(source.plates)
+        dim, (dims, sizes) = self.dims[source.rows], self._places(source.plates)
         if dims != [dim]:
             shape = list(value.shape)
             for plate_dim, size in zip(dims, sizes):
                 shape[plate_dim - 1] = size
-            value = (
-                to_sequence(value.expand(shape).unsqueeze(-2), dims, 1)
-                .transpose(dim - 2, -2)
-                .squeeze(-2)
-            )
-        return self._maps.segments(source.rows, source.plates, dim).gather(value)
+            rows = to_sequence(value.expand(shape).unsqueeze(-2), dims, 1)
+            value = rows.transpose(dim - 2, -2).squeeze(-2)
+        return self.maps.segments(source.rows, source.plates, dim).gather(value)
 
     def _places(self, plates: Sequence[str]) -> tuple[list[int], list[int]]:
         """Returns dims and sizes of plates; the fastest first, where combinations of instances are in a row."""
-        return [self._dims[plate] for plate in plates[::-1]], [
-            self._maps.sizes[plate] for plate in plates[::-1]
+        fastest = plates[::-1]
+        return [self.dims[plate] for plate in fastest], [
+            self.maps.sizes[plate] for plate in fastest
         ]
 
 

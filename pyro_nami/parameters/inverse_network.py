@@ -52,8 +52,9 @@ from pyro_nami.program.memory import rows_in_memory
 
 __all__ = ["InverseNetwork", "as_pyro_module"]
 
-COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
-MIN_UNITS = 8  # of a hidden layer by default
+# least and most units of a hidden layer by default, the least over plates of more than 100,000 instances; ten times as
+# many take ten times the memory, and ten times fewer cannot bend what they give
+MIN_UNITS = 8
 MAX_UNITS = 64
 
 
@@ -144,8 +145,7 @@ class InverseNetwork(TrainedNetworks):
             self.add_module(name, as_pyro_module(nn.ModuleList(modules)))
         self.offsets = FreeParameters("offset", {}, persistent=True)
         units = {each.name: coupling_units(each.num_elements, self.like) for each in coupled}
-        rest = None if simulated else COUPLING_REST
-        self.couplings = FreeParameters("coupling", units, rest=rest)
+        self.couplings = FreeParameters("coupling", units, rest=None if simulated else 0.01)
         self.series, self.has_weights = series, bool(factors) or series is not None
         if not self.has_weights:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
@@ -195,10 +195,10 @@ class InverseNetwork(TrainedNetworks):
         """Returns shift and scale of a factor's own features, ``(elements, features)`` each."""
         factor = self.places[name].factor
         shift, scale = (part.view(-1, factor.num_features) for part in self.standard(name))
-        members = factor.num_elements // len(shift)
-        return (
-            (shift, scale) if members == 1 else (shift.repeat(members, 1), scale.repeat(members, 1))
-        )
+        members = factor.num_elements // len(
+            shift
+        )  # of a block, each with the same shift and scale
+        return shift.repeat(members, 1), scale.repeat(members, 1)
 
     def take_stored(self) -> None:
         """Takes the parameter store's weights for all encoders, those that no pass reads included."""
@@ -219,9 +219,8 @@ class InverseNetwork(TrainedNetworks):
                 if source in used
             }
 
-        encoders, sums = self._pooling
-        encoded, summed = self._read
-        return bound(encoders, encoded), bound(sums, summed)
+        encoders, sums = map(bound, self._pooling, self._read)
+        return encoders, sums
 
     # ---- where weights start
 
@@ -234,16 +233,14 @@ class InverseNetwork(TrainedNetworks):
     def set_offsets(self, plates: Mapping[Any, Mapping[str, tuple[int, int]]]) -> None:
         """Gives each instance of some factors offsets of its own: factor -> plates with batch dims and full sizes."""
         units = {}
-        for group in self.groups:
-            shared = torch.zeros_like(group.mlp.units, dtype=torch.bool)
-            for name in plates.keys() & group.places.keys():
-                place, factor = group.places[name], group.places[name].factor
-                place.rows(shared)[:, : factor.num_params] = True
-                units[name] = self.like.new_ones(factor.num_elements, factor.num_params)
-                where = factor.locations
-                units[name][:, where] = place.rows(group.mlp.bias_units)[:, where]
-            group.mlp.set_shared(shared)
-        units = {name: units[name] for name in plates}
+        for name in plates:
+            place = self.places[name]
+            factor, mlp = place.factor, place.group.mlp
+            if mlp.pace is not None:
+                place.rows(mlp.pace.shared[:, -1])[:, : factor.num_params] = True
+            units[name] = self.like.new_ones(factor.num_elements, factor.num_params)
+            where = factor.locations
+            units[name][:, where] = place.rows(mlp.bias_units)[:, where]
         self.offsets = FreeParameters("offset", units, plates, self.plates.nesting, persistent=True)
 
     # ---- a guide without weights, all of whose latents are exact

@@ -133,7 +133,7 @@ class NetworkState:
         place = self.network.places.get(node)
         if drawn:
             self._drawn.add(node)
-            pull = self._pull(place) if place is not None and not place.factor.joint else None
+            pull = None if place is None or place.factor.joint else self._pull(place)
             if pull is not None:
                 features = features - (pull if share is None else share * pull)
         self._sources.put(node, tempered(features))
@@ -174,20 +174,18 @@ class NetworkState:
     def messages(self, sources: Sequence[Source]) -> NormalPotential | Tensor:
         """Returns what the data from each step on say of its states; see `SeriesPass.messages`."""
         assert self._series is not None
-        given = (
-            concatenate([self._sources.value(source) for source in sources]) if sources else None
-        )
-        found = self._series.messages(given)
+        values = [self._sources.value(source) for source in sources]
+        found = self._series.messages(concatenate(values) if values else None)
         self.network.count(found.location if isinstance(found, NormalPotential) else found)
         return found
 
     def settle(self) -> None:
         """Centers the inputs that are data on those of this call, all of which must be known."""
         for group in self.network.groups:
-            for source, first, last, start in group.columns(0, len(group.steps)):
-                if source in group.data - group.constant:
-                    x = self._sources.value(source)[..., first:last]
-                    group.running.settle(x, start, start + last - first)
+            for column in group.columns(0, len(group.steps)):
+                if column.source in group.data - group.constant:
+                    x = self._sources.value(column.source)[..., column.first : column.last]
+                    group.running.settle(x, column.where.start, column.where.stop)
             group.running.settled = True
 
     def of_data(self, group: GroupNetwork) -> list[Tensor]:
@@ -279,12 +277,12 @@ class NetworkState:
         """Returns what a group's network reads at steps ``begin`` to ``stop - 1``, ``(*batch, inputs)``."""
         ones = (1,) * self.network.plates.nesting
         parts = []
-        for source, first, last, start in group.columns(begin, stop):
-            if source in group.constant:
-                parts.append(group.running.center[start : start + last - first].view(*ones, -1))
+        for column in group.columns(begin, stop):
+            if column.source in group.constant:
+                parts.append(group.running.center[column.where].view(*ones, -1))
             else:
-                value = self._sources.value(source)
-                parts.append(value if last - first == value.shape[-1] else value[..., first:last])
+                value = self._sources.value(column.source)
+                parts.append(value[..., column.first : column.last])
         if not parts:
             return self.network.like.new_empty(*ones, 0)
         return self._standardized(group, begin, stop, concatenate(parts))
@@ -328,9 +326,8 @@ class ElementConditionals(NamedTuple):
         seen = self._standardized(features, element - 1)
         if self.pull is not None:
             seen = seen - self.pull[..., element - 1 : element]
-        rows, state = state.advance(
-            self.inputs(state.step, state.step + 1, tempered(seen)), state.step + 1
-        )
+        stop = state.step + 1
+        rows, state = state.advance(self.inputs(state.step, stop, tempered(seen)), stop)
         params = self.additions.params(squeezed(rows, features.dim() - 1, 1), element)
         return params, functools.partial(self._next, state, element + 1)
 
@@ -339,11 +336,9 @@ class ElementConditionals(NamedTuple):
         begin, stop = self.state.step, self.state.step + self.factor.num_elements - 1
         seen = tempered(self._standardized(features))[..., :-1, :].flatten(-2)
         rows, _ = self.state.advance(self.inputs(begin, stop, seen), stop)
-        rows = squeezed(rows, features.dim() - 2, 1).unflatten(-1, (-1, self.factor.num_rows))
-        first = self.rows.unsqueeze(-2)
-        return self.additions.params(
-            torch.cat([first.expand(rows.shape[:-2] + first.shape[-2:]), rows], -2)
-        )
+        rows = squeezed(rows, features.dim() - 2, 1)
+        whole = concatenate([self.rows, rows]).unflatten(-1, (-1, self.factor.num_rows))
+        return self.additions.params(whole)
 
     def _standardized(self, features: Tensor, at: Any = slice(None)) -> Tensor:
         shift, scale = self.affine

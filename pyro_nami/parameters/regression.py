@@ -23,8 +23,6 @@ from pyro_nami.parameters.network_state import NetworkState
 
 __all__ = ["regress"]
 
-ROWS_PER_INPUT = 4  # simulations for each coefficient: with fewer, the regression would be overfit
-
 
 @torch.no_grad()
 def regress(
@@ -33,12 +31,18 @@ def regress(
     targets: Mapping[Any, Tensor],
     moving: Collection[Any] = (),
     learned: Mapping[Any, int] = {},
+    *,
+    rows_per_input: int = 4,
 ) -> None:
     """Standardizes inputs, and writes regressions of all factors whose locations are one an element.
 
-    All values of a batch of simulations are known to ``state``. ``targets`` are factors' elements relative to the
-    anchor, ``(*batch, elements)``, ``moving`` the nodes whose features are learned, and ``learned`` the number of those
-    that are, of nodes of which others are fixed: regressions are on the latter.
+    Args:
+        network: whose weights are written.
+        state: knows all values of a batch of simulations.
+        targets: factor -> its elements relative to the anchor, ``(*batch, elements)``.
+        moving: nodes whose features are learned.
+        learned: node -> how many of its features, the first, are learned; regressions are on the others.
+        rows_per_input: simulations for each coefficient; with fewer, a row would be overfit and is left as it is.
     """
     for group in network.groups:
         if group.mlp.is_trained():
@@ -47,9 +51,10 @@ def regress(
         if not group.mlp.skip:
             continue
         inputs, reads = state.inputs(group, 0, len(group.steps)), group.reads.clone()
-        for source, first, last, start in group.columns(0, len(group.steps)):
-            count = learned.get(source.node, 0) if isinstance(source, Direct) else 0
-            reads[:, start : start + min(max(count - first, 0), last - first)] = False
+        for column in group.columns(0, len(group.steps)):
+            if isinstance(column.source, Direct):
+                count = learned.get(column.source.node, 0) - column.first
+                reads[:, column.where][:, : max(count, 0)] = False
         numbers = torch.arange(group.mlp.out_features)
         for place in group.places.values():
             factor = place.factor
@@ -59,15 +64,18 @@ def regress(
             goal = to_sequence(targets[factor.name], factor.dims)
             both = concatenate([inputs, goal]).flatten(0, -2)
             rows = place.locations(numbers).tolist()
-            _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], reads)
+            x, y = both[:, : -len(rows)], both[:, -len(rows) :]
+            _regress_rows(group.mlp, rows, x, y, reads, rows_per_input)
 
 
-def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor) -> None:
-    bias, units = mlp.output_bias().clone(), mlp.units.clone()
+def _regress_rows(
+    mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor, rows_per_input: int
+) -> None:
+    bias = mlp.output_bias().clone()
     for row, goal in zip(rows, y.unbind(-1)):
         columns, fine = kept[row].nonzero().flatten().to(x.device), goal.isfinite()
         count = int(fine.sum())
-        if count < ROWS_PER_INPUT * (len(columns) + 1):
+        if count < rows_per_input * (len(columns) + 1):
             continue
         design, goal = x[fine][:, columns].double(), goal[fine].double()
         center, middle = design.mean(0), goal.mean()
@@ -81,8 +89,7 @@ def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor)
         spread = (left.square().sum() / max(count - len(columns) - 1, 1)).sqrt()
         if not (slope.isfinite().all() and spread.isfinite() and spread > 0):
             continue
-        units[row] = spread.to(bias)
-        mlp.set_units(units)
+        mlp.units[row] = spread.to(bias)
         mlp.set_direct(row, columns, slope.to(bias))
         bias[row] = (middle - center @ slope).to(bias)
         bias[row + 1] = raw_scale(spread.to(bias))

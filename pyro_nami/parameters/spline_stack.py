@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_nami.factors.knots import NeuralSpline
@@ -62,21 +61,18 @@ class SplineStack(nn.Module):
         rows = 3 * bins - 1
         before = torch.ones(size, size - 1).tril(-1).bool()
         reads = torch.cat((torch.ones(size, context).bool(), before), 1).repeat_interleave(rows, 0)
-        splits: dict[str, Any] = {
-            "input_splits": [context] + [1] * (size - 1),
-            "output_splits": [rows] * size,
-        }
-        # Without direct weights, where units alone reach every feature, noise is learned less.
-        shape: dict[str, Any] = {
-            "base": base,
-            "activation": F.silu,
-            "skip": min(hidden_features, default=0) < size,
-        }
-        made = (
-            MaskedMLP(reads, hidden_features, **shape, **splits, **factory)
-            for _ in range(transforms)
+        make = functools.partial(
+            MaskedMLP,
+            reads,
+            hidden_features,
+            input_splits=[context] + [1] * (size - 1),
+            output_splits=[rows] * size,
+            # Without direct weights, where units alone reach every feature, noise is learned less.
+            skip=min(hidden_features, default=0) < size,
+            base=base,
+            **factory,
         )
-        self.layers = nn.ModuleList(made)
+        self.layers = nn.ModuleList(make() for _ in range(transforms))
 
     def start(self) -> Callable[[Tensor], StackPass]:
         """Returns what makes of a context ``(*batch, context)`` the map, with the weights as they are now."""

@@ -275,6 +275,25 @@ def test_several_particles_at_once():
     assert guide.median(walks(1, 18)[0])["z_17"].shape == ()
 
 
+@pytest.mark.parametrize("nesting", [0, 1])
+def test_several_particles_of_a_latent_that_the_states_depend_on(nesting):
+    def model(y):
+        s = pyro.sample("s", dist.LogNormal(-0.7, 0.5))
+        z = torch.zeros(())
+        for t in range(len(y)):
+            z = pyro.sample(f"z_{t}", dist.Normal(z, s))
+            pyro.sample(f"y_{t}", dist.Normal(z, NOISE), obs=y[t])
+
+    pyro.set_rng_seed(0)
+    guide = AutoNaMIGuide(model, mode="amortized", exact=False)
+    y = walks(1, 8)[0]
+    guide(y)
+    options = {"vectorize_particles": True, "max_plate_nesting": nesting}
+    elbos = [Trace_ELBO(1000, **options), Trace_ELBO(200)]
+    losses = [elbo.loss(model, guide, y) for elbo in elbos]
+    assert losses[0] == pytest.approx(losses[1], abs=0.5)  # five standard errors
+
+
 @pytest.mark.parametrize("mode", ["amortized", "minibatches"])
 def test_masked_steps_of_ragged_minibatches_contribute_nothing(mode):
     pyro.set_rng_seed(0)
