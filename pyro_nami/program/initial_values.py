@@ -25,7 +25,6 @@ from pyro_nami.program.flat_priors import is_improper
 from pyro_nami.program.isolation import forked_rng, seed_rng, untouched
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import Values
 from pyro_nami.program.site_values import any_value
 
 __all__ = ["PRIOR_DRAWS", "likely_start", "near_origin"]
@@ -111,7 +110,7 @@ class _WaysToMedians:
         shares: kind of latents whose medians are not at the origin -> shares of the way that its priors reach.
     """
 
-    def __init__(self, program: Program, latent: Values, far: float) -> None:
+    def __init__(self, program: Program, latent: Mapping[str, Any], far: float) -> None:
         self.shares: dict[str, tuple[float, ...]] = {}
         self._program = program
         self._latent = latent

@@ -263,9 +263,14 @@ class Loops(NamedTuple):
         whole = {held.name: held.sites for held in self.parts}
         return [site for name in names for site in whole.get(name, (name,))]
 
+    @property
+    def wholes(self) -> dict[str, str]:
+        """Site of a loop -> the name of the whole that holds it."""
+        return {site: held.name for held in self.parts for site in held.sites}
+
     def wholes_of(self, names: Iterable[str]) -> set[str]:
         """Returns names with each site of a loop as the whole."""
-        of = {site: held.name for held in self.parts for site in held.sites}
+        of = self.wholes
         return {of.get(name, name) for name in names}
 
     def split(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_nami.program.masks import density_rounding
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import Runner, Sites, Values
+from pyro_nami.program.runner import Note, Runner, Sites, Values
 from pyro_nami.program.vectorized import Vectorized
 
 __all__ = ["difference_at", "differing_site", "few_draws", "for_many", "of_rank"]
@@ -120,7 +120,7 @@ def difference_at(draws: Sequence[Values], nesting: int, program: Program) -> st
         return type(error).__name__
 
 
-def of_rank(most: int) -> Callable[[Any], None]:
+def of_rank(most: int) -> Note:
     """Returns a `note` for `Runner` that raises at a site of more batch dims, as ``p[z]`` in a chain doubles them."""
 
     def note(msg: Any) -> None:
@@ -132,9 +132,7 @@ def of_rank(most: int) -> Callable[[Any], None]:
     return note
 
 
-def _sites(
-    program: Program, values: Values, note: Callable[[Any], None] | None = None
-) -> dict[str, Any]:
+def _sites(program: Program, values: Values, note: Note | None = None) -> dict[str, Any]:
     sites = program.run(Runner(values, note=note))
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
 

@@ -13,6 +13,7 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
 from pyro_nami.factors.wrappers import layers, without
+from pyro_nami.program.plate_dims import spread
 from pyro_nami.program.runner import Message
 
 __all__ = [
@@ -56,7 +57,7 @@ def _where_all_hold(masks: Iterable[tuple[Any, int]]) -> Tensor | None:
     tensors = []
     for mask, event_dim in masks:
         if mask is not None and mask is not True:
-            tensors.append(torch.as_tensor(mask)[(...,) + (None,) * event_dim])
+            tensors.append(spread(torch.as_tensor(mask), -1 - event_dim))
     return functools.reduce(torch.logical_and, tensors) if tensors else None
 
 

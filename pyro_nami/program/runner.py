@@ -41,6 +41,8 @@ Values = Mapping[str, Tensor]  # site -> its value
 Message = Mapping[str, Any]  # of one site in a run, as Pyro has it
 Sites = Mapping[str, Any]  # site -> its message
 # Runs a model with values at sites, and may be told which sites it is for; returns its sites.
+Choose = Callable[[Any], Any]  # message -> the value of its site; None: as it comes
+Note = Callable[[Any], None]  # sees the message of a site
 RunModel = Callable[..., Sites]
 
 
@@ -84,8 +86,8 @@ class Runner(Messenger):
         broadcast: bool = False,
         until: Collection[str] | None = None,
         simulated: bool = False,
-        choose: Callable[[Any], Any] | None = None,
-        note: Callable[[Any], None] | None = None,
+        choose: Choose | None = None,
+        note: Note | None = None,
     ) -> None:
         super().__init__()
         self.values = values

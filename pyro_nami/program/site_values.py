@@ -13,6 +13,7 @@ from torch.distributions.constraints import Constraint
 
 from pyro_nami.factors.bijections import bijection_to
 from pyro_nami.factors.wrappers import innermost, without
+from pyro_nami.program.plate_dims import spread
 
 __all__ = ["any_value", "drawn", "first_value", "num_values", "redraw"]
 
@@ -110,15 +111,14 @@ def _other_value(fn: Any, base: Tensor) -> Tensor:
     except NotImplementedError:
         return fn()
     log_prob = fn.log_prob(support)
-    score = log_prob - torch.empty_like(log_prob).exponential_().log()
-    score = score[(...,) + (None,) * fn.event_dim]
+    score = spread(log_prob - torch.empty_like(log_prob).exponential_().log(), -1 - fn.event_dim)
     same = _whole_event(support == base, fn.event_dim)
     best, index = score.masked_fill(same, -torch.inf).max(0, keepdim=True)
     return torch.where(best.isfinite(), support.gather(0, index.expand((1,) + base.shape)), base)[0]
 
 
 def _whole_event(equal: Tensor, event_dim: int) -> Tensor:
-    return equal.flatten(-event_dim).all(-1)[(...,) + (None,) * event_dim] if event_dim else equal
+    return spread(equal.flatten(-event_dim).all(-1), -1 - event_dim) if event_dim else equal
 
 
 def num_values(prior: Any, *, most: int = 64) -> int | None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.distributions import Distribution, transform_to
 from pyro_nami.factors.completed import constraints_of_parameters
 from pyro_nami.factors.wrappers import named_layers
 from pyro_nami.program.plate_dims import spread
+from pyro_nami.program.runner import Message
 
 __all__ = ["MASK", "Argument", "Column", "ColumnSearch", "columns_of", "parameters"]
 
@@ -63,7 +65,7 @@ def column_of(plain: Sequence[Any]) -> Column | Argument:
 
 def columns_of(
     columns: Sequence[Column | Argument],
-    at_draw: Callable[[int], Mapping[str, Any]],
+    at_draw: Callable[[int], Message],
     leaves: Sequence[Any] = (),
 ) -> Tensor:
     """Returns the values of columns, ``(*batch, columns)``.
@@ -93,7 +95,7 @@ def columns_of(
     return torch.stack(torch.broadcast_tensors(*map(values, columns)), -1)
 
 
-def _mask_of(site: Mapping[str, Any]) -> Tensor:
+def _mask_of(site: Message) -> Tensor:
     """Returns a site's mask as numbers, ``(*batch, 1)``; ones where it has none."""
     fn, mask = site["fn"], site["mask"]
     like = next((value for _, value in _tensors(fn) if value.is_floating_point()), torch.empty(0))
@@ -172,7 +174,7 @@ class ColumnSearch:
         self._basis: list[Tensor] = []
         self._found: list[Tensor] = []
 
-    def add(self, draw: int, site: Mapping[str, Any]) -> bool:
+    def add(self, draw: int, site: Message) -> bool:
         """Looks at the site, as a trace holds it, at one more draw; returns whether it had anything new.
 
         A mask is a covariate whatever it is: it may vary in a later call.
@@ -216,7 +218,7 @@ class ColumnSearch:
         columns: list[Column | Argument] = [
             column for column in self.columns if column == Column(0, MASK, 0)
         ]
-        columns += [argument for argument, use in zip(arguments, used) if use]
+        columns += itertools.compress(arguments, used)
         if len(columns) > self._most:
             return False
         self.columns = columns

@@ -19,6 +19,7 @@ from pyro.poutine.util import site_is_factor
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site
+from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.loops import NO_LOOPS, Loops, LoopSites, family_of, step_of
 from pyro_nami.program.masks import is_masked, log_density_of
 from pyro_nami.program.plate_dims import frames_of
@@ -30,8 +31,8 @@ __all__ = ["find_loops", "has_loop", "loop_families", "with_loops"]
 # Steps of a loop from which its sites are held as one; ten times more leave loops of a dozen steps to forms that take
 # 10 s, with fewer there is nothing to save.
 SHORTEST = 8
-# Elements of a block of states, as a season of a month by the day takes. The cost grows with its cube: at ten times
-# more, loops take seconds a draw; at ten times fewer, weekly seasons are not held as one site.
+# Elements of a block of states, as a season of a month by the day takes. At ten times more, coefficients that all data
+# read are taken for states, and a call takes seconds; at ten times fewer, weekly seasons are read site by site.
 MOST_WIDTH = 32
 
 Parents = Mapping[str, Set[str]]
@@ -125,7 +126,7 @@ def _places_of(states: Sites) -> dict[str, range]:
 def _linked(
     states: LoopSites, places: Mapping[str, range], reads: Reads, learned: bool
 ) -> LoopSites | None:
-    """Returns states with how far sites read back; None if they are not linked, or reach back too far."""
+    """Returns states with how far sites read back; None if no state reads another, or some reach back too far."""
     back, span = 0, 1
     for site, read in reads.items():
         if not read:
@@ -194,7 +195,7 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
     Raises:
         ValueError: states are read before the loop ends, by a latent that later ones depend on.
     """
-    of: dict[Any, str] = {site: held.name for held in loops.parts for site in held.sites}
+    of: dict[Any, str] = dict(loops.wholes)
     sites: dict[Any, Site] = {}
     for name, site in net.sites.items():
         whole = of.get(name, name)
@@ -202,9 +203,9 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
             support = frozenset(of.get(parent, parent) for parent in site.support_parents)
             sites[whole] = replace(site, name=whole, support_parents=support - {whole})
     rank = {name: i for i, name in enumerate(sites)}
-    edges = dict.fromkeys((of.get(u, u), of.get(v, v)) for u, v in net.edges)
     forward = []
-    for u, v in edges:
+    for parent, child in net.edges:
+        u, v = of.get(parent, parent), of.get(child, child)
         if rank[u] < rank[v]:
             forward.append((u, v))
         elif u != v and not sites[u].observed:
@@ -214,9 +215,8 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
 
 def _is_state(site: Message, learned: bool = False) -> bool:
     """Whether a site may be a state of a loop: Normal, or discrete with few values, and drawn by guides."""
-    if site["type"] != "sample" or site["is_observed"] or is_masked(site) and not learned:
-        return False
-    if (site["infer"] or {}).get("enumerate") == "parallel":
+    is_drawn = site["type"] == "sample" and is_latent(site)
+    if not is_drawn or is_masked(site) and not learned:
         return False
     is_counted = num_values(site["fn"]) is not None and not site["fn"].event_shape
     return is_counted or type(innermost(site["fn"])) is dist.Normal
