@@ -34,8 +34,7 @@ from pyro_nami.deriving.joint_gaussian import MOST_CLOSER
 from pyro_nami.deriving.newton import rounding_of_rows
 from pyro_nami.factors.markov_normal import MarkovNormal
 from pyro_nami.factors.wrappers import base_of
-from pyro_nami.program.many_draws import ROUNDED_TERMS
-from pyro_nami.program.masks import rounding_of
+from pyro_nami.program.masks import density_rounding
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
@@ -323,9 +322,9 @@ class LoopStates(Expansion):
         for name, (site, density) in self.row_densities(sites).items():
             each = density.detach()
             rounding = rounding_of_rows(each, site)
-            if (off := rounding_of(site)) is not None:
-                error = ((site["value"] - site["fn"].loc) / site["fn"].scale).detach().abs()
-                rounding = rounding + ROUNDED_TERMS * off * (1 + error)
+            of_values = density_rounding(site)
+            if of_values is not None:
+                rounding = rounding + of_values
             found[name] = each.double(), rounding
         return found
 

@@ -27,6 +27,10 @@ _ONE_OF = (
 )
 
 
+# From the parts of all draws, each with whether it varies between them, to what is made of these parts.
+Make = Callable[[Any], Any]
+
+
 class Parts:
     """Takes distributions apart; makes functions from the parts of all draws to the distribution of all draws.
 
@@ -43,21 +47,21 @@ class Parts:
         self.num_batch = num_batch
         self.tensors: list[Tensor] = []
 
-    def tensor(self, value: Any, width: int) -> Callable[[Any], Any]:
+    def tensor(self, value: Any, width: int) -> Make:
         """For a tensor ``(*own)`` that is aligned right in ``width`` dims; anything else stays as it is."""
         if not isinstance(value, Tensor):
             return lambda given: value
-        place, idle = len(self.tensors), (1,) * (width - value.dim())
+        place, cut = len(self.tensors), self.num_batch
+        idle = (1,) * (width - value.dim())
         self.tensors.append(value)
 
         def of(given: Any) -> Tensor:
             part, varies = given[place]
-            cut = self.num_batch
             return part.reshape(part.shape[:cut] + idle + part.shape[cut:]) if varies else part
 
         return of
 
-    def distribution(self, fn: Any, width: int) -> Callable[[Any], Any]:
+    def distribution(self, fn: Any, width: int) -> Make:
         """For a distribution of at most ``width`` batch dims."""
         base = base_of(fn)
         if isinstance(fn, Independent):
@@ -78,22 +82,20 @@ class Parts:
             made = self.distribution(base, width + fn.event_dim - base.event_dim)
             changes = self.transforms(fn.transforms, width + fn.event_dim)
             return lambda given: type(fn)(made(given), changes(given))
-        options = {
+        parts = {
             key: self.parameter(fn, key, value, width) for key, value in arguments_of(fn).items()
         }
         own = fn.batch_shape
-        return lambda given: _expanded(
-            type(fn)(**{key: part(given) for key, part in options.items()}), own
-        )
+        return lambda given: _expanded(type(fn)(**_made(parts, given)), own)
 
-    def parameter(self, fn: Any, name: str, value: Any, width: int) -> Callable[[Any], Any]:
+    def parameter(self, fn: Any, name: str, value: Any, width: int) -> Make:
         """For an argument that a distribution was made with."""
         if isinstance(value, Distribution):
             return self.distribution(value, width + len(value.batch_shape) - len(fn.batch_shape))
         constraint = constraints_of_parameters(fn).get(name)
         return self.tensor(value, width + (constraint.event_dim if constraint is not None else 0))
 
-    def transform(self, change: Transform, width: int) -> Callable[[Any], Any]:
+    def transform(self, change: Transform, width: int) -> Make:
         """For a transform of values of ``width`` dims, with its tensors, and transforms that it is made of."""
         if isinstance(change, nn.Module):
             raise NotImplementedError(
@@ -102,7 +104,7 @@ class Parts:
         if isinstance(change, _InverseTransform):
             inverse = self.transform(change.inv, width)
             return lambda given: inverse(given).inv
-        parts: dict[str, Callable] = {}
+        parts: dict[str, Make] = {}
         for key, value in vars(change).items():
             if isinstance(value, Tensor):
                 parts[key] = self.tensor(value, width)
@@ -113,21 +115,19 @@ class Parts:
 
         def of(given: Any) -> Transform:
             made = copy.copy(change)
-            vars(made).update(
-                {key: part(given) for key, part in parts.items()},
-                _inv=None,
-                _cached_x_y=(None, None),
-            )
+            vars(made).update(_made(parts, given), _inv=None, _cached_x_y=(None, None))
             return made
 
         return of
 
-    def transforms(
-        self, changes: Sequence[Transform], width: int
-    ) -> Callable[[Any], list[Transform]]:
+    def transforms(self, changes: Sequence[Transform], width: int) -> Make:
         """For transforms, one after the other."""
         made = [self.transform(each, width) for each in changes]
         return lambda given: [each(given) for each in made]
+
+
+def _made(parts: dict[str, Make], given: Any) -> dict[str, Any]:
+    return {key: make(given) for key, make in parts.items()}
 
 
 def _expanded(fn: Any, own: torch.Size) -> Any:
@@ -148,9 +148,8 @@ def arguments_of(fn: Any) -> dict[str, Any]:
         same = next((group for group in _ONE_OF if name in group), (name,))
         if name == "validate_args" or found.keys() & set(same):
             continue
-        in_kept = [each for each in same if each in kept and each in signature]
-        name = in_kept[0] if in_kept else name
-        value = kept[name] if in_kept else getattr(fn, name, parameter.default)
+        name = next((each for each in same if each in kept and each in signature), name)
+        value = getattr(fn, name, parameter.default)
         if value is parameter.empty:
             raise NotImplementedError(
                 f"Expected a distribution that keeps what it is made with; {type(fn).__name__} does not keep '{name}'."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,12 +13,13 @@ from pyro.poutine.util import site_is_subsample
 
 from pyro_nami.factors.wrappers import layers
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import make_whole
+from pyro_nami.program.runner import Message, Sites, make_whole
 
 __all__ = [
     "allows_nan",
     "first_run",
     "is_delta",
+    "is_enumerated",
     "is_latent",
     "is_node",
     "is_partial",
@@ -59,11 +60,12 @@ def is_node(msg: Any) -> bool:
 
 def is_latent(site: Any) -> bool:
     """Whether a site is drawn, and not summed out by enumeration."""
-    return not (
-        site["is_observed"]
-        or site_is_subsample(site)
-        or site["infer"].get("enumerate") == "parallel"
-    )
+    return not (site["is_observed"] or site_is_subsample(site) or is_enumerated(site))
+
+
+def is_enumerated(site: Any) -> bool:
+    """Whether the model sums a site out, by parallel enumeration."""
+    return site["infer"].get("enumerate") == "parallel"
 
 
 def is_passing(site: Any) -> bool:
@@ -75,8 +77,7 @@ def is_passing(site: Any) -> bool:
 
 def is_transparent(site: Any) -> bool:
     """Whether a trace's site is a latent that the model itself determines."""
-    latent = site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site)
-    return latent and is_delta(site["fn"])
+    return site["type"] == "sample" and is_latent(site) and is_delta(site["fn"])
 
 
 def is_partial(msg: Any) -> bool:
@@ -86,7 +87,7 @@ def is_partial(msg: Any) -> bool:
     return msg["fn"].subsample_size is not None and msg["fn"].subsample_size < msg["fn"].size
 
 
-def subsamples(nodes: Mapping[str, Any]) -> dict[str, Any]:
+def subsamples(nodes: Sites) -> dict[str, Any]:
     """Returns plate name -> indices, for every plate that the traced run subsampled."""
     return {
         name: site["value"]
@@ -95,7 +96,7 @@ def subsamples(nodes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def allows_nan(site: Mapping[str, Any]) -> bool:
+def allows_nan(site: Message) -> bool:
     """Whether a site's value may be missing in part."""
     *_, fn = layers(site["fn"])
     return site["mask"] is not None or isinstance(

@@ -23,8 +23,6 @@ __all__ = ["CUT", "MOST_LOST", "Flat", "flat_prior", "improper_posterior", "is_i
 # and log densities by 1e-4 nats. Ten times as much would show in 10,000 draws.
 MOST_LOST = 1e-4
 CUT = "the bounds of its flat prior cut off {:.1g} of what data leave"
-# most that an offset of one takes of the way between the bounds; offsets of ten times as much would leave them
-STEP = 0.05
 
 
 class Flat(NamedTuple):
@@ -38,16 +36,19 @@ class Flat(NamedTuple):
         middle = torch.where((self.high - self.low).isfinite(), (self.low + self.high) / 2, 0.0)
         return middle.expand(shape)
 
-    def step(self) -> Tensor:
-        """Returns the length of a unit offset: 1, or less where bounds are near to each other."""
-        return (STEP * (self.high - self.low)).clamp(max=1.0).amin()
+    def step(self, share: float = 0.05) -> Tensor:
+        """Returns the length of a unit offset: 1, or less where bounds are near to each other.
+
+        Args:
+            share: the most of the interval that a unit offset takes; offsets of half the interval would leave it.
+        """
+        return (share * (self.high - self.low)).clamp(max=1.0).amin()
 
     def within(self, value: Tensor) -> Tensor:
         """Returns values moved to where the density is that of the prior, off the bounds by a thousandth."""
-        off = 1e-3 * torch.where((self.high - self.low).isfinite(), self.high - self.low, 0.0)
-        return torch.minimum(
-            torch.maximum(value, (self.low + off).to(value)), (self.high - off).to(value)
-        )
+        width = self.high - self.low
+        off = 1e-3 * torch.where(width.isfinite(), width, 0.0)
+        return value.clamp((self.low + off).to(value), (self.high - off).to(value))
 
     def room(self, center: Tensor, way: Tensor) -> float:
         """Returns how many times a way may be gone from a center, to both sides, within the bounds."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import pyro
@@ -28,13 +29,9 @@ from pyro_nami.program.site_values import any_value
 
 __all__ = ["PRIOR_DRAWS", "likely_start", "near_origin"]
 
-# runs about each start, all of which have to be better; ten times more would take as much longer
-RUNS = 4
-# draws of a prior whose median is taken; of ten times fewer it would be off by half a standard deviation
+# Draws of a prior whose median is taken; with ten times fewer, medians are off by half a standard deviation.
 PRIOR_DRAWS = 101
-# distance of a median from the origin, in unconstrained space; nearer ones are no other start
-FAR = 0.5
-# parts of the way to a median; without the shorter ones, vague priors would take latents beyond the data
+# Shares of the way to a median; without the shorter ones, vague priors would take latents beyond the data.
 SHARES = tuple(0.5**halvings for halvings in range(5))
 
 
@@ -58,13 +55,22 @@ def near_origin(site: Any) -> Tensor:
     return value
 
 
-def likely_start(program: Program, first: poutine.Trace, scale: float) -> poutine.Trace:
+def likely_start(
+    program: Program, first: poutine.Trace, scale: float, *, runs: int = 4, far: float = 0.5
+) -> poutine.Trace:
     """Returns the trace of a run with every continuous latent where it starts, given one with all near the origin.
 
     Latents are near the origin of unconstrained space, or as near to the median of their prior, or to a place between
     that a vague prior reaches. Those of one kind, whose names differ in digits, are where data are likeliest, by
     Normals of a ``scale`` about all latents: first all or none at medians, then one kind after another, while some is
     better elsewhere. The prior has no say: a scale that suits what has yet to move only holds it.
+
+    Args:
+        program: the model and its arguments.
+        first: the run with all latents near the origin.
+        scale: standard deviation of the Normals about a start.
+        runs: draws from these Normals; data have to be likelier in all of them.
+        far: distance from the origin, in unconstrained space, from which a median is another start.
     """
     samples = {name: site for name, site in first.nodes.items() if site["type"] == "sample"}
     latent = {name: site["value"] for name, site in samples.items() if not site["is_observed"]}
@@ -74,20 +80,21 @@ def likely_start(program: Program, first: poutine.Trace, scale: float) -> poutin
     for name in subsamples(first.nodes):
         seen.add_node(name, **first.nodes[name])
     model = poutine.replay(program.model, trace=seen)
-    ways = _WaysToMedians(program._replace(model=model), latent)
+    ways = _WaysToMedians(program._replace(model=model), latent, far)
     at = dict[str, float]()
     with untouched(*program.roots), torch.no_grad(), pyro.validation_enabled(False):
-        here = ways.likelihoods({}, scale)
-        whole = ways.likelihoods(dict.fromkeys(map(_kind, latent), 1.0), scale)
+        here = ways.likelihoods({}, scale, runs)
+        whole = ways.likelihoods(dict.fromkeys(map(_kind, latent), 1.0), scale, runs)
         if (whole > here).all():
             at, here = dict.fromkeys(ways.shares, 1.0), whole
-        for kind, share in [(name, each) for name in ways.shares for each in ways.shares[name]]:
-            if share == at.get(kind, 0.0):
-                continue
-            other = {**at, kind: share}
-            there = ways.likelihoods(other, scale)
-            if (there > here).all():
-                at, here = other, there
+        for kind, shares in ways.shares.items():
+            for share in shares:
+                if share == at.get(kind, 0.0):
+                    continue
+                other = {**at, kind: share}
+                there = ways.likelihoods(other, scale, runs)
+                if (there > here).all():
+                    at, here = other, there
     return ways.run(at, 0.0) if any(at.values()) else first
 
 
@@ -97,15 +104,17 @@ class _WaysToMedians:
     Args:
         program: the model, with the same subsamples in every run, and its arguments.
         latent: latent -> its value near the origin.
+        far: distance of a median from the origin from which it counts.
 
     Attributes:
         shares: kind of latents whose medians are not at the origin -> shares of the way that its priors reach.
     """
 
-    def __init__(self, program: Program, latent: Mapping[str, Any]) -> None:
+    def __init__(self, program: Program, latent: Mapping[str, Any], far: float) -> None:
         self.shares: dict[str, tuple[float, ...]] = {}
         self._program = program
         self._latent = latent
+        self._far = far
 
     def run(self, at: Mapping[str, float], scale: float) -> poutine.Trace:
         """Returns a run at shares of the way, kind -> share, by Normals of a ``scale`` about these places."""
@@ -118,25 +127,25 @@ class _WaysToMedians:
             place = transform.inv(self._latent[site["name"]])
             if kind in at:
                 median, nearest = _median(site["fn"], transform)
-                if median.abs().max() > FAR:
+                if median.abs().max() > self._far:
                     self.shares[kind] = (0.0, *(share for share in SHARES if share >= nearest))
                 place = place + at[kind] * median
             return transform(place + scale * _narrowness(site["fn"]) * torch.randn_like(place))
 
         return first_run(self._program, start)
 
-    def likelihoods(self, at: Mapping[str, float], scale: float) -> Tensor:
-        """Returns the log density of the data in each of a few such runs, in nats; least where a run fails."""
+    def likelihoods(self, at: Mapping[str, float], scale: float, runs: int) -> Tensor:
+        """Returns the log density of the data in each of some such runs, in nats; minus infinity where a run fails."""
         found = []
-        for seed in range(RUNS):
+        for seed in range(runs):
             seed_rng(seed)
             try:
                 trace = self.run(at, scale)
                 found.append(float(trace.log_prob_sum(lambda _, site: site["is_observed"])))
             except Exception:  # noqa: BLE001  whatever a model does where it is not meant to be
                 found.append(-torch.inf)
-        least = -torch.inf
-        return torch.tensor(found, dtype=torch.float64).nan_to_num(least, least, least)
+        densities = torch.tensor(found, dtype=torch.float64)
+        return torch.where(densities.isfinite(), densities, -torch.inf)
 
 
 def _is_real(fn: Any) -> bool:
@@ -166,12 +175,10 @@ def _median(fn: Any, transform: Any) -> tuple[Tensor, float]:
             return fn.mean.detach(), 1.0
     except (NotImplementedError, AttributeError):
         pass
-    with forked_rng():
+    draws = None
+    with forked_rng(), suppress(NotImplementedError):  # of an improper prior
         seed_rng(0)
-        try:
-            draws = fn.sample((num,)) if num > 1 else None
-        except NotImplementedError:  # an improper prior
-            draws = None
+        draws = fn.sample((num,)) if num > 1 else None
     if draws is None:
         return torch.zeros(()), 1.0
     draws = transform.inv(draws)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ __all__ = [
     "on_ordinary_tensors",
     "outside_of_traces",
     "random_layers",
+    "reached",
     "rng_state",
     "seed_rng",
     "set_rng_state",
@@ -56,24 +58,28 @@ def random_layers(*roots: Any) -> list[nn.Module]:
         >>> random_layers(dropout), random_layers(dropout.eval())
         ([Dropout(p=0.5, inplace=False)], [])
     """
-    dropouts = (each for each in _modules(roots) if each.training and isinstance(each, _DROPPING))
-    return [each for each in dropouts if getattr(each, "p", getattr(each, "dropout", 0.0))]
+    layers = [each for each in _modules(roots) if isinstance(each, _DROPPING)]
+    return [each for each in layers if each.training and getattr(each, _share_of(each))]
 
 
 @contextmanager
 def dropping(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Sets the dropout share of layers to one half, so that two runs hardly ever drop the same units."""
-    names = {layer: "p" if isinstance(layer, _DropoutNd) else "dropout" for layer in layers}
-    before = [(layer, layer.training, getattr(layer, name)) for layer, name in names.items()]
-    for layer, name in names.items():
+    before = [(layer, layer.training, getattr(layer, _share_of(layer))) for layer in layers]
+    for layer, *_ in before:
         layer.training = True
-        setattr(layer, name, 0.5)
+        setattr(layer, _share_of(layer), 0.5)
     try:
         yield
     finally:
         for layer, training, share in before:
             layer.training = training
-            setattr(layer, names[layer], share)
+            setattr(layer, _share_of(layer), share)
+
+
+def _share_of(layer: nn.Module) -> str:
+    """Returns the attribute in which a layer keeps its dropout share."""
+    return "p" if isinstance(layer, _DropoutNd) else "dropout"
 
 
 def outside_of_traces(function: Callable[[], R]) -> R:
@@ -135,15 +141,11 @@ def kept_store() -> Iterator[None]:
         False
     """
     store = pyro.get_param_store()
-    params = {
-        key: dict(getattr(store, key)) for key in ("_params", "_constraints", "_param_to_name")
-    }
+    before = {table: dict(entries) for table, entries in vars(store).items()}
     try:
         yield
     finally:
-        for key, entries in params.items():
-            getattr(store, key).clear()
-            getattr(store, key).update(entries)
+        vars(store).update(before)
 
 
 @contextmanager
@@ -294,14 +296,32 @@ def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
 
 def _modules(roots: Iterable[Any]) -> list[nn.Module]:
     """The modules, and parts of these, that callables are, wrap, close over or name, up to four steps away."""
+    found = [value for value in reached(roots, _parts, 4) if isinstance(value, nn.Module)]
+    return list(dict.fromkeys(part for module in found for part in module.modules()))
+
+
+def reached(
+    roots: Iterable[Any],
+    parts_of: Callable[[Any], Iterable[Any]],
+    steps: int,
+    most: int | None = None,
+) -> list[Any]:
+    """Returns objects, and what they are made of, the nearest first, each once.
+
+    Args:
+        roots: the objects.
+        parts_of: object -> what it is made of.
+        steps: how far the search goes, the objects themselves included.
+        most: the most parts that are looked at in one step; None: all.
+    """
     seen: dict[int, Any] = {}
     level = list(roots)
-    for _ in range(4):
-        fresh = {id(value): value for value in level if value is not None and id(value) not in seen}
+    for _ in range(steps):
+        fresh = {id(value): value for value in level if id(value) not in seen}
         seen |= fresh
-        level = [part for value in fresh.values() for part in _parts(value)]
-    found = (value for value in seen.values() if isinstance(value, nn.Module))
-    return list(dict.fromkeys(part for module in found for part in module.modules()))
+        parts = (part for value in fresh.values() for part in parts_of(value))
+        level = list(itertools.islice(parts, most))
+    return list(seen.values())
 
 
 def _parts(value: Any) -> list[Any]:

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
-from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions import Independent
 
 from pyro_nami.factors.completed import constraints_of_parameters
-from pyro_nami.factors.wrappers import base_of, innermost, layers
+from pyro_nami.factors.wrappers import base_of, innermost
 from pyro_nami.program.distribution_parts import arguments_of
-from pyro_nami.program.masks import is_masked
-from pyro_nami.program.runner import Runner, changed_event_shape
-from pyro_nami.program.site_values import num_values
+from pyro_nami.program.masks import element_mask, is_masked
+from pyro_nami.program.runner import Runner, Sites, changed_event_shape
+from pyro_nami.program.site_values import first_value, num_values
 
 __all__ = ["NO_LOOPS", "LoopSites", "Loops", "family_of", "step_of"]
 
@@ -119,10 +119,8 @@ class LoopSites(NamedTuple):
 
     def split(self, value: Tensor) -> tuple[Tensor, ...]:
         """Returns the values of the sites, given the value of the whole."""
-        if self.is_observed:
+        if self.is_observed or not any(self.events):
             return value.unbind(-1 - len(self.events[0]))
-        if not any(self.events):
-            return value.unbind(-1)
         parts = value.split([event.numel() for event in self.events], -1)
         return tuple(
             part.reshape(part.shape[:-1] + event) for part, event in zip(parts, self.events)
@@ -132,13 +130,7 @@ class LoopSites(NamedTuple):
         """Returns the value of the whole, given those of the sites."""
         if self.is_observed:
             return _stacked(values, len(self.events[0]))
-        if not any(self.events):
-            return _stacked(values, 0)
-        parts = [
-            value.reshape(value.shape[: value.dim() - len(event)] + (-1,))
-            for value, event in zip(values, self.events)
-        ]
-        return _concatenated(parts)
+        return _vector(values, self.events)
 
     def message(self, sites: Sequence[Any]) -> dict[str, Any]:
         """Returns the message of the whole, given those of the sites in a run.
@@ -146,89 +138,76 @@ class LoopSites(NamedTuple):
         Raises:
             ValueError: a site is not as it was when the loop was read: a Normal latent, say, without a mask.
         """
-        first, events = sites[0], self.events
+        first = sites[0]
         for site in sites:
             self._check(site, first)
-        fns = [site["fn"] for site in sites]
-        if self.is_observed or self.values:
-            fn = _stacked_distributions(fns, 0)
-            if any(site["mask"] is not None for site in sites):
-                masks = [torch.as_tensor(True if s["mask"] is None else s["mask"]) for s in sites]
-                fn = fn.mask(_stacked(masks, 0))
-            fn = fn.to_event(1)
-        else:
-            bases: list[Any] = list(map(innermost, fns))
-            mask = self.mask(sites)
-            if any(events):
-                loc, scale = (
-                    _concatenated([_flat(getattr(f, key), e) for f, e in zip(bases, events)])
-                    for key in ("loc", "scale")
-                )
-            else:
-                loc = _stacked([base.loc for base in bases], 0)
-                scale = _stacked([base.scale for base in bases], 0)
-            fn = dist.Normal(loc, scale, validate_args=False)
-            fn = (fn if mask is None else fn.mask(mask)).to_event(1)
-        values = [site["value"] for site in sites]
-        value = self.joined(values)
-        found = {**first, "name": self.name, "fn": fn, "value": value, "mask": None, "part": self}
-        found["is_observed"] = all(site["is_observed"] for site in sites)
-        return found
+        fn = self._by_step(sites) if self.is_observed or self.values else self._normal(sites)
+        value = self.joined([site["value"] for site in sites])
+        is_observed = all(site["is_observed"] for site in sites)
+        found = {**first, "name": self.name, "fn": fn.to_event(1), "value": value, "mask": None}
+        return {**found, "is_observed": is_observed, "part": self}
+
+    def _by_step(self, sites: Sequence[Any]) -> Any:
+        """Returns the distribution of data, or of discrete states, with a batch dim of steps."""
+        fn = _stacked_distributions([site["fn"] for site in sites], 0)
+        masks = [site["mask"] for site in sites]
+        if all(mask is None for mask in masks):
+            return fn
+        return fn.mask(_stacked(list(map(_mask_tensor, masks)), 0))
+
+    def _normal(self, sites: Sequence[Any]) -> Any:
+        """Returns the distribution of Normal states, with a batch dim of elements."""
+        bases: list[Any] = [innermost(site["fn"]) for site in sites]
+        loc = _vector([base.loc for base in bases], self.events)
+        scale = _vector([base.scale for base in bases], self.events)
+        fn = dist.Normal(loc, scale, validate_args=False)
+        mask = self._mask(sites)
+        return fn if mask is None else fn.mask(mask)
 
     def counted(self, sites: Sequence[Any]) -> Tensor | None:
-        """Returns what the model counts in a run: of states `mask`, of data which steps, ``(*plates, steps)``.
+        """Returns what the model counts in a run, None for all: elements of states, or steps of data.
 
-        A step counts if any of its elements does.
+        A step counts if any of its elements does. The shape is ``(*plates, elements)`` or ``(*plates, steps)``.
         """
-        if not self.is_observed:
-            return self.mask(sites)
-        masks = [element_mask(site) for site in sites]
-        if all(mask is None for mask in masks):
-            return None
-        event_dim = len(self.events[0])
-        there = [torch.as_tensor(True if mask is None else mask) for mask in masks]
-        steps = [
-            mask.flatten(-event_dim).any(-1) if event_dim and mask.dim() else mask for mask in there
-        ]
-        return _stacked(steps, 0)
+        mask = self._mask(sites)
+        if mask is None or not self.is_observed:
+            return mask
+        return mask.unflatten(-1, (len(sites), -1)).any(-1)
 
-    def mask(self, sites: Sequence[Any]) -> Tensor | None:
-        """Returns which elements of states the model counts in a run, ``(*plates, elements)``; None: all."""
+    def _mask(self, sites: Sequence[Any]) -> Tensor | None:
+        """Returns which elements the model counts in a run, ``(*plates, elements)``; None: all."""
         masks = [element_mask(site) for site in sites]
         if all(mask is None for mask in masks):
             return None
-        parts = []
-        for mask, site, event in zip(masks, sites, self.events):
-            shape = site["fn"].batch_shape + event
-            whole = torch.as_tensor(True if mask is None else mask).expand(shape)
-            parts.append(_flat(whole, event))
-        return _concatenated(parts)
+        shapes = [site["fn"].shape() for site in sites]
+        whole = [_mask_tensor(mask).expand(shape) for mask, shape in zip(masks, shapes)]
+        return _vector(whole, self.events)
 
     def _check(self, site: Any, first: Any) -> None:
         """Raises where a state is observed, masked, or of another kind, or where a site is scaled by itself."""
-        is_like = site["scale"] is first["scale"] or bool(
-            torch.as_tensor(site["scale"] == first["scale"]).all()
-        )
-        event = dict(self.families).get(family_of(site["name"]))
-        if event is not None and event != site["fn"].event_shape:
-            raise ValueError(changed_event_shape(site["name"], event, site["fn"].event_shape))
-        if self.is_observed and not is_like:
-            raise ValueError(
-                f"Expected '{site['name']}' scaled as '{first['name']}', as at the first call of the guide, which read "
-                "it as one loop. Make a new guide for another loop."
-            )
-        if self.is_observed:
-            return
-        base = innermost(site["fn"])
-        kind = num_values(site["fn"]) == self.values if self.values else type(base) is dist.Normal
-        is_cut = is_masked(site) and not self.families
-        if not kind or is_cut or not is_like or site["is_observed"]:
-            of = f"{self.values} values" if self.values else "a Normal distribution"
+        name, fn, scale = site["name"], site["fn"], site["scale"]
+        event = dict(self.families).get(family_of(name))
+        if event is not None and event != fn.event_shape:
+            raise ValueError(changed_event_shape(name, event, fn.event_shape))
+        is_like = scale is first["scale"] or bool(torch.as_tensor(scale == first["scale"]).all())
+        expected = f"'{name}'"
+        if not self.is_observed:
+            kind = f"{self.values} values" if self.values else "a Normal distribution"
             whole = "" if self.families else ", without a mask,"
+            expected = f"latent '{name}' of {kind}{whole} and"
+            is_cut = is_masked(site) and not self.families
+            is_like = is_like and self._is_kind(fn) and not (is_cut or site["is_observed"])
+        if not is_like:
             raise ValueError(
-                f"Expected latent '{site['name']}' of {of}{whole} and scaled as '{first['name']}', as at the "
-                "first call of the guide, which read it as one loop. Make a new guide for another loop."
+                f"Expected {expected} scaled as '{first['name']}', as at the first call of the guide, which read it "
+                "as one loop. Make a new guide for another loop."
             )
+
+    def _is_kind(self, fn: Any) -> bool:
+        """Whether a distribution is one of these states: Normal, or of their number of values."""
+        if self.values:
+            return num_values(fn) == self.values
+        return type(innermost(fn)) is dist.Normal
 
 
 class Loops(NamedTuple):
@@ -284,9 +263,14 @@ class Loops(NamedTuple):
         whole = {held.name: held.sites for held in self.parts}
         return [site for name in names for site in whole.get(name, (name,))]
 
+    @property
+    def wholes(self) -> dict[str, str]:
+        """Site of a loop -> the name of the whole that holds it."""
+        return {site: held.name for held in self.parts for site in held.sites}
+
     def wholes_of(self, names: Iterable[str]) -> set[str]:
         """Returns names with each site of a loop as the whole."""
-        of = {site: held.name for held in self.parts for site in held.sites}
+        of = self.wholes
         return {of.get(name, name) for name in names}
 
     def split(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,10 +279,8 @@ class Loops(NamedTuple):
         for held in self.parts:
             if held.name in found:
                 value = found.pop(held.name)
-                parts: Sequence[Any] = (
-                    _Lazy(held, value).parts() if callable(value) else held.split(value)
-                )
-                found.update(zip(held.sites, parts))
+                split: Callable = partial(_made_once, held) if callable(value) else held.split
+                found.update(zip(held.sites, split(value)))
         return found
 
     def joined(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,7 +291,7 @@ class Loops(NamedTuple):
                 found[held.name] = held.joined([found.pop(site) for site in held.sites])
         return found
 
-    def messages(self, sites: Mapping[str, Any], is_whole: bool = True) -> dict[str, Any]:
+    def messages(self, sites: Sites, is_whole: bool = True) -> dict[str, Any]:
         """Returns the sites of a run with loops as one site each, in the places of their first sites.
 
         Args:
@@ -340,64 +322,42 @@ class Loops(NamedTuple):
 NO_LOOPS = Loops()
 
 
-class _Lazy:
-    """Values of the sites of a loop, where a function of a prior makes that of the whole: once, at the first site."""
+def _made_once(held: LoopSites, make: Callable[[Any], Tensor]) -> list[Callable[[Any], Tensor]]:
+    """Returns functions from a prior to the value of each site; the first call makes the value of the whole."""
+    values: list[Tensor] = []
 
-    def __init__(self, held: LoopSites, make: Callable[[Any], Tensor]) -> None:
-        self._held, self._make = held, make
-        self._values: Sequence[Tensor] | None = None
-
-    def parts(self) -> list[Callable[[Any], Tensor]]:
-        return [partial(self._part, i) for i in range(len(self._held.sites))]
-
-    def _part(self, i: int, fn: Any) -> Tensor:
-        if self._values is None:
-            base: Any = innermost(fn)
-            like = base.enumerate_support(expand=False) if self._held.values else base.loc
-            zeros = like.new_zeros((*fn.batch_shape, self._held.size))
+    def value_of(i: int, fn: Any) -> Tensor:
+        if not values:
             # of the prior only the shape is known yet
-            whole = dist.Delta(zeros).to_event(1)
-            self._values = self._held.split(self._make(whole))
-        return self._values[i]
+            zeros = first_value(fn).new_zeros((*fn.batch_shape, held.size))
+            values.extend(held.split(make(dist.Delta(zeros).to_event(1))))
+        return values[i]
+
+    return [partial(value_of, i) for i in range(len(held.sites))]
 
 
-def element_mask(site: Any) -> Tensor | None:
-    """Returns which elements a run counts of a site, ``(*plates, *event)``, each dim of 1 or whole; None: all."""
-    fn, mask = site["fn"], site["mask"]
-    found = None
-    if mask is not None and mask is not True:
-        found = torch.as_tensor(mask)[(...,) + (None,) * fn.event_dim]
-    for layer in layers(fn):
-        if isinstance(layer, MaskedDistribution):
-            own = torch.as_tensor(layer._mask)[(...,) + (None,) * layer.event_dim]
-            found = own if found is None else found & own
-    return found
+def _mask_tensor(mask: Any) -> Tensor:
+    return torch.as_tensor(True if mask is None else mask)
+
+
+def _vector(parts: Sequence[Tensor], events: Sequence[torch.Size]) -> Tensor:
+    """Returns tensors as one vector, each with its event flattened, and repeated along the batch dims of the others."""
+    if not any(events):
+        return _stacked(parts, 0)  # the same in half the time
+    flat = [_flat(part, event) for part, event in zip(parts, events)]
+    batch = torch.broadcast_shapes(*(part.shape[:-1] for part in flat))
+    return torch.cat([part.expand(batch + part.shape[-1:]) for part in flat], -1)
 
 
 def _flat(part: Tensor, event: torch.Size) -> Tensor:
-    """Returns a Normal's parameter with its event as a vector."""
-    if not event:
-        return part.unsqueeze(-1)
-    shape = part.shape[: max(0, part.dim() - len(event))]
-    return part.expand(shape + event).reshape((*shape, -1))
-
-
-def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Returns vectors as one, each repeated along the batch dims of the others."""
-    batches = {part.shape[:-1] for part in parts}
-    if len(batches) > 1:
-        batch = torch.broadcast_shapes(*batches)
-        parts = [part.expand(batch + part.shape[-1:]) for part in parts]
-    return torch.cat(list(parts), -1)
+    """Returns a tensor, or what broadcasts to it, with its event as a vector."""
+    batch = part.shape[: max(0, part.dim() - len(event))]
+    return part.expand(batch + event).reshape((*batch, event.numel()))
 
 
 def _stacked(parts: Sequence[Tensor], right: int) -> Tensor:
     """Returns tensors as one, with a dim to the left of some dims on the right."""
-    shapes = {part.shape for part in parts}
-    if len(shapes) > 1:
-        shape = torch.broadcast_shapes(*shapes)
-        parts = [part.expand(shape) for part in parts]
-    return torch.stack(list(parts), -1 - right)
+    return torch.stack(torch.broadcast_tensors(*parts), -1 - right)
 
 
 def _stacked_distributions(fns: Sequence[Any], right: int) -> Any:
@@ -409,28 +369,24 @@ def _stacked_distributions(fns: Sequence[Any], right: int) -> Any:
     first = fns[0]
     if any(type(fn) is not type(first) for fn in fns):
         raise NotImplementedError
-    base = base_of(first)
+    bases = [base_of(fn) for fn in fns]
     if isinstance(first, Independent):
         dims = first.reinterpreted_batch_ndims
-        return _stacked_distributions([base_of(fn) for fn in fns], right + dims).to_event(dims)
+        return _stacked_distributions(bases, right + dims).to_event(dims)
     if isinstance(first, MaskedDistribution):
-        masks = [torch.as_tensor(fn._mask) for fn in fns]
-        return _stacked_distributions([base_of(fn) for fn in fns], right).mask(
-            _stacked(masks, right)
-        )
-    if isinstance(first, ExpandedDistribution) or base is not None:
+        masks = _stacked([torch.as_tensor(fn._mask) for fn in fns], right)
+        return _stacked_distributions(bases, right).mask(masks)
+    if bases[0] is not None:
         raise NotImplementedError
     options: dict[str, Any] = {}
     constraints = constraints_of_parameters(first)
     for name, value in arguments_of(first).items():
+        each = [getattr(fn, name, value) for fn in fns]
         if isinstance(value, Tensor):
             own = right + (constraints[name].event_dim if name in constraints else 0)
-            each = [vars(fn)[name] if name in vars(fn) else getattr(fn, name) for fn in fns]
-            idle = max(own, *(part.dim() for part in each))
-            if any(part.dim() < idle for part in each):
-                each = [part.reshape((1,) * (idle - part.dim()) + part.shape) for part in each]
-            options[name] = _stacked(each, own)
-        elif any(getattr(fn, name, value) != value for fn in fns):
+            whole = [part.reshape((1,) * (own - part.dim()) + part.shape) for part in each]
+            options[name] = _stacked(whole, own)
+        elif any(other != value for other in each):
             raise NotImplementedError
         else:
             options[name] = value

@@ -6,7 +6,7 @@ Models that are written for one draw mix up the draws, or fail.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,19 +15,21 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_nami.program.masks import rounding_of
+from pyro_nami.program.masks import density_rounding
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import Runner
+from pyro_nami.program.runner import Note, Runner, Sites, Values
 from pyro_nami.program.vectorized import Vectorized
 
 __all__ = ["difference_at", "differing_site", "few_draws", "for_many", "of_rank"]
 
-FEWEST_DRAWS = 3  # that show what several draws have in common; two may agree by chance
-MANY_DRAWS = 16  # from which a run for many draws pays for a check or a set-up of its own
-# relative and absolute, of log densities; 1e-2 for other dtypes: what Newton's last step in single precision may leave
+# Draws that show what several draws have in common: two may agree by chance, thirty take ten times as long at set-up.
+FEWEST_DRAWS = 3
+# Draws from which a run for many draws pays for a check or a set-up of its own; at ten times more, small models are
+# run draw by draw.
+MANY_DRAWS = 16
+# Relative and absolute tolerance of log densities; 1e-2 for other dtypes: what Newton's last step in single precision
+# may leave.
 TOLERANCE = {torch.float64: 1e-6}
-# rounding error of a sum of a few terms, in rounding errors of one value; ten times more hides small differences
-ROUNDED_TERMS = 4.0
 
 
 def few_draws(sites: Iterable[Any]) -> int:
@@ -37,10 +39,10 @@ def few_draws(sites: Iterable[Any]) -> int:
 
 
 def differing_site(
-    together: Mapping[str, Tensor],
+    together: Values,
     indices: Iterable[Any],
-    alone_at: Callable[[Any], Mapping[str, Tensor]],
-    rounding_at: Callable[[Any], Mapping[str, Tensor]] | None = None,
+    alone_at: Callable[[Any], Values],
+    rounding_at: Callable[[Any], Values] | None = None,
 ) -> str | None:
     """Returns the first site at which a run for many draws differs from runs for one draw; None if all agree.
 
@@ -92,7 +94,7 @@ def for_many(
     return (mapped, None) if difference(mapped) is None else (program, reason)
 
 
-def difference_at(draws: Sequence[Mapping[str, Any]], nesting: int, program: Program) -> str | None:
+def difference_at(draws: Sequence[Values], nesting: int, program: Program) -> str | None:
     """Returns where a run at several joint draws of all sites differs from a run at each of them; None if nowhere.
 
     Args:
@@ -118,7 +120,7 @@ def difference_at(draws: Sequence[Mapping[str, Any]], nesting: int, program: Pro
         return type(error).__name__
 
 
-def of_rank(most: int) -> Callable[[Any], None]:
+def of_rank(most: int) -> Note:
     """Returns a `note` for `Runner` that raises at a site of more batch dims, as ``p[z]`` in a chain doubles them."""
 
     def note(msg: Any) -> None:
@@ -130,9 +132,7 @@ def of_rank(most: int) -> Callable[[Any], None]:
     return note
 
 
-def _sites(
-    program: Program, values: Mapping[str, Any], note: Callable[[Any], None] | None = None
-) -> dict[str, Any]:
+def _sites(program: Program, values: Values, note: Note | None = None) -> dict[str, Any]:
     sites = program.run(Runner(values, note=note))
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
 
@@ -146,20 +146,16 @@ def _stacked(sites: Sequence[Any], nesting: int) -> Tensor:
     )
 
 
-def _rounding(sites: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns by how many nats rounding may move log densities of Normal sites: any as that of the worst instance.
+def _rounding(sites: Sites) -> dict[str, Tensor]:
+    """Returns the rounding error of the log densities of Normal sites, in nats: that of the worst instance for all.
 
     A location near zero may be what is left of terms as large as elsewhere.
     """
-    found = {}
-    for name, site in sites.items():
-        if (off := rounding_of(site)) is not None:
-            error = (site["value"] - site["fn"].loc).abs() / site["fn"].scale
-            found[name] = (ROUNDED_TERMS * off * (1 + error + ROUNDED_TERMS * off)).max()
-    return found
+    errors = {name: density_rounding(site) for name, site in sites.items()}
+    return {name: error.max() for name, error in errors.items() if error is not None}
 
 
-def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+def _log_densities(sites: Sites) -> dict[str, Tensor]:
     """Returns the log densities of the sites that have one, in nats, without scales and masks."""
     found = {}
     for name, site in sites.items():

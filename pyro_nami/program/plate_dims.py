@@ -32,7 +32,7 @@ def any_along(rows: Tensor, dim: int) -> Tensor:
 
 
 def spread(rows: Tensor, dim: int) -> Tensor:
-    """Returns ``(size,)`` with its dim at ``dim``, counted from the right."""
+    """Returns ``(*batch, size)`` with its last dim at ``dim``, counted from the right: dims of 1 follow it."""
     return rows.reshape(rows.shape + (1,) * (-dim - 1))
 
 

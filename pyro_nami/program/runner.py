@@ -41,7 +41,9 @@ Values = Mapping[str, Tensor]  # site -> its value
 Message = Mapping[str, Any]  # of one site in a run, as Pyro has it
 Sites = Mapping[str, Any]  # site -> its message
 # Runs a model with values at sites, and may be told which sites it is for; returns its sites.
-RunModel = Callable[..., Mapping[str, Any]]
+Choose = Callable[[Any], Any]  # message -> the value of its site; None: as it comes
+Note = Callable[[Any], None]  # sees the message of a site
+RunModel = Callable[..., Sites]
 
 
 class AllSeen(BaseException):
@@ -79,13 +81,13 @@ class Runner(Messenger):
     def __init__(
         self,
         values: Mapping[str, Any],
-        indices: Mapping[str, Tensor] | None = None,
+        indices: Values | None = None,
         shown: Collection[str] = (),
         broadcast: bool = False,
         until: Collection[str] | None = None,
         simulated: bool = False,
-        choose: Callable[[Any], Any] | None = None,
-        note: Callable[[Any], None] | None = None,
+        choose: Choose | None = None,
+        note: Note | None = None,
     ) -> None:
         super().__init__()
         self.values = values
@@ -206,22 +208,18 @@ def takes_observations(fn: Callable, *, is_guide: bool = False) -> bool:
         parameters = signature_of(fn).parameters
     except (TypeError, ValueError):
         return False
-    variadic = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
-    return "observations" in parameters or (is_guide and variadic)
+    is_variadic = inspect.Parameter.VAR_KEYWORD in [each.kind for each in parameters.values()]
+    return "observations" in parameters or (is_guide and is_variadic)
 
 
 def needs_arguments(fn: Callable) -> bool:
     """Tells whether a model cannot be called without arguments, by its signature."""
     try:
-        signature = signature_of(fn)
-    except (TypeError, ValueError):
-        return False
-    try:
-        signature.bind()
+        signature_of(fn).bind()
     except TypeError:
         return True
+    except ValueError:  # it shows no signature
+        return False
     return False
 
 

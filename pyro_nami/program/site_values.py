@@ -13,15 +13,11 @@ from torch.distributions.constraints import Constraint
 
 from pyro_nami.factors.bijections import bijection_to
 from pyro_nami.factors.wrappers import innermost, without
+from pyro_nami.program.plate_dims import spread
 
 __all__ = ["any_value", "drawn", "first_value", "num_values", "redraw"]
 
 _COUNTED = (dist.Categorical, dist.OneHotCategorical, dist.Bernoulli)
-MOST_VALUES = 64  # of a latent that is enumerated; a run of the model has a batch dim of so many
-
-# draws to find a value that differs, where the support cannot be enumerated: of a Poisson with rate 0.1, all are equal
-# with probability 0.9^20 = 0.12; ten times fewer would often change nothing
-REDRAWS = 20
 
 
 def drawn(fn: Any) -> Any:
@@ -84,8 +80,14 @@ def first_value(fn: Any) -> Tensor:
     return torch.zeros_like(base.loc).new_zeros(fn.shape())
 
 
-def redraw(fn: Any, base: Tensor) -> Tensor:
+def redraw(fn: Any, base: Tensor, *, tries: int = 20) -> Tensor:
     """A draw from ``fn`` that differs from ``base`` in every element, where ``fn`` has another value.
+
+    Args:
+        fn: the distribution.
+        base: a value of its shape, or of another one, which any draw differs from.
+        tries: draws to find a value that differs, where the support cannot be enumerated: of a Poisson with rate 0.1,
+            all are zero with probability 0.9^20 = 0.12.
 
     Example:
         >>> import pyro.distributions as dist
@@ -93,15 +95,12 @@ def redraw(fn: Any, base: Tensor) -> Tensor:
         tensor([1., 0., 0.])
     """
     value, fn = any_value(fn, base), without(fn, Independent)
-    for _ in range(REDRAWS if value.shape == base.shape else 0):
+    for _ in range(tries if value.shape == base.shape else 0):
         stuck = _whole_event(value == base, fn.event_dim)
         if not stuck.any():
             break
-        value = torch.where(
-            stuck,
-            _other_value(fn, base) if fn.has_enumerate_support else any_value(fn, base),
-            value,
-        )
+        other = _other_value(fn, base) if fn.has_enumerate_support else any_value(fn, base)
+        value = torch.where(stuck, other, value)
     return value.to(base.dtype)
 
 
@@ -111,23 +110,26 @@ def _other_value(fn: Any, base: Tensor) -> Tensor:
         support = fn.enumerate_support()
     except NotImplementedError:
         return fn()
-    log_prob, event = fn.log_prob(support), (1,) * fn.event_dim
-    score = log_prob - torch.empty_like(log_prob).exponential_().log()
+    log_prob = fn.log_prob(support)
+    score = spread(log_prob - torch.empty_like(log_prob).exponential_().log(), -1 - fn.event_dim)
     same = _whole_event(support == base, fn.event_dim)
-    best, index = (
-        score.reshape(log_prob.shape + event).masked_fill(same, -torch.inf).max(0, keepdim=True)
-    )
+    best, index = score.masked_fill(same, -torch.inf).max(0, keepdim=True)
     return torch.where(best.isfinite(), support.gather(0, index.expand((1,) + base.shape)), base)[0]
 
 
 def _whole_event(equal: Tensor, event_dim: int) -> Tensor:
-    return equal.flatten(-event_dim).all(-1)[(...,) + (None,) * event_dim] if event_dim else equal
+    return spread(equal.flatten(-event_dim).all(-1), -1 - event_dim) if event_dim else equal
 
 
-def num_values(prior: Any) -> int | None:
-    """Returns how many values a latent has that can be enumerated; None if it cannot be."""
+def num_values(prior: Any, *, most: int = 64) -> int | None:
+    """Returns how many values a latent has that can be enumerated; None if it cannot be.
+
+    Args:
+        prior: its distribution.
+        most: the most values that are enumerated; a run of the model has a batch dim of so many.
+    """
     base: Any = innermost(prior)
     if type(base) not in _COUNTED or prior.event_shape != base.event_shape:
         return None
     count = 2 if isinstance(base, dist.Bernoulli) else base.probs.shape[-1]
-    return count if count <= MOST_VALUES else None
+    return count if count <= most else None

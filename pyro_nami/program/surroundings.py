@@ -12,7 +12,6 @@ them. While data are put back, other threads see them.
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 from argparse import Namespace
 from collections import OrderedDict
@@ -33,16 +32,15 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pyro_nami.program.isolation import names_in
+from pyro_nami.program.isolation import names_in, reached
 
 __all__ = ["PLAIN", "Surroundings"]
 
-# items of a container, and places in all; to compare 1,000 takes a millisecond of each training step
+# Items of a container, and places in all; to compare 1,000 takes a millisecond of each training step.
 MOST_ITEMS = 1000
-# numbers of an array whose content is compared; larger arrays that are written to in place are not seen
+# Numbers of an array whose content is compared, which takes 0.1 ms of each training step; larger arrays that are
+# written to in place are not seen.
 MOST_ARRAY = 2**16
-# distance from the model to a value: a method, its object, a dict in it and a tensor are four
-MOST_STEPS = 6
 LIBRARIES = frozenset({"torch", "pyro", "numpy", "pyro_nami"})  # whose code holds no data of a user
 NAMESPACES = (SimpleNamespace, Namespace)  # classes of the standard library that hold data
 NUMBERS = (bool, int, float, str)
@@ -98,6 +96,7 @@ class Surroundings:
     Args:
         roots: the model, and those of its arguments that are objects.
         apart: keys of places that do not count, as `changed` returns them.
+        steps: the most steps from the model to a value: a method, its object, a dict in it and a tensor are four.
 
     Example:
         >>> import torch
@@ -110,7 +109,9 @@ class Surroundings:
         (False, 1.0, 2.0)
     """
 
-    def __init__(self, roots: Iterable[Any], apart: Collection[Hashable] = ()) -> None:
+    def __init__(
+        self, roots: Iterable[Any], apart: Collection[Hashable] = (), *, steps: int = 6
+    ) -> None:
         self._roots = list(roots)
         self._apart = apart
         self._home = {_package_of(root) for root in self._roots}
@@ -119,13 +120,8 @@ class Surroundings:
         while len(self._names) > before:  # as code may name attributes of what was looked at before
             before = len(self._names)
             self._places: dict[Hashable, _Place] = {}
-            self._seen: dict[int, Any] = {}  # kept alive, as they are known by identity
-            level = self._roots
-            for _ in range(MOST_STEPS):
-                fresh = {id(value): value for value in level if id(value) not in self._seen}
-                self._seen |= fresh
-                parts = (part for value in fresh.values() for part in self._parts(value))
-                level = list(itertools.islice(parts, 10 * MOST_ITEMS))
+            # kept alive, as places are known by the identity of their holders
+            self._seen = reached(self._roots, self._parts, steps, 10 * MOST_ITEMS)
 
     # ---- then and now
 

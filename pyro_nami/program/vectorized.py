@@ -86,14 +86,9 @@ class Vectorized(nn.Module):
                 if not batch or self._writes or type(error) is not RuntimeError:
                     raise
                 self._writes = True
-            around = (
-                handler
-                for handler in reversed(_PYRO_STACK[:handlers])
-                if isinstance(handler, Runner)
-            )
-            runner = next(around, None)
-            if runner is not None:
-                runner.restart()  # others see nothing of this run
+            runners = [each for each in _PYRO_STACK[:handlers] if isinstance(each, Runner)]
+            if runners:
+                runners[-1].restart()  # others see nothing of this run
 
     def _run(self, batch: torch.Size, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not batch:

@@ -5,7 +5,6 @@ This is the one comparison by which interventions, index maps and element reads 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributions import Distribution, Independent, Transform
 from torch.distributions.constraints import Constraint
 
 from pyro_nami.factors.wrappers import without
+from pyro_nami.program.runner import Message
 from pyro_nami.reading.covariates import parameters
 
 __all__ = ["differs", "moved", "numbers_in", "same_support"]
@@ -45,17 +45,17 @@ def moved(
         tensor([False,  True])
     """
     fn = without(before["fn"], Independent) if by_element else before["fn"]
-    result = torch.zeros(fn.batch_shape, dtype=torch.bool)
-    if after is None or _fixed(before) != _fixed(after):
-        return torch.ones_like(result)
     # a copy, as transforms remember the values that they have drawn
     judged = torch.as_tensor(before["value"]).clone()
+    everywhere = torch.ones(fn.batch_shape, dtype=torch.bool, device=judged.device)
+    if after is None or _fixed(before) != _fixed(after):
+        return everywhere
     old, new = (_readings(each, judged, density_only, by_element) for each in (before, after))
-    result = result.to(judged.device)
-    for key in old.keys() | new.keys():
-        if key not in old or key not in new or old[key].shape != new[key].shape:
-            return torch.ones_like(result)
-        result |= (~_equal(old[key], new[key])).any(-1).to(result.device)
+    if old.keys() != new.keys() or any(old[key].shape != new[key].shape for key in old):
+        return everywhere
+    result = ~everywhere
+    for key, reading in old.items():
+        result |= (~_equal(reading, new[key])).any(-1).to(result.device)
     return result
 
 
@@ -78,17 +78,16 @@ def same_support(a: Any, b: Any) -> bool:
 
 def _same_numbers(a: Any, b: Any) -> bool:
     old, new = numbers_in(a), numbers_in(b)
-    return len(old) == len(new) and all(
-        x.shape == y.shape and bool(_equal(x, y).all()) for x, y in zip(old, new)
-    )
+    if [x.shape for x in old] != [x.shape for x in new]:
+        return False
+    return all(bool(_equal(x, y).all()) for x, y in zip(old, new))
 
 
 def numbers_in(value: Any) -> list[Tensor]:
     """Returns the numbers that a distribution, transform or constraint is made of, as tensors."""
     if isinstance(value, (Distribution, Transform, Constraint)):
-        value = [
-            part for key, part in vars(value).items() if not key.startswith(("_cached", "_inv"))
-        ]
+        parts = vars(value).items()
+        value = [part for key, part in parts if not key.startswith(("_cached", "_inv"))]
     if isinstance(value, (list, tuple)):
         return [leaf for part in value for leaf in numbers_in(part)]
     return [torch.as_tensor(value)] if isinstance(value, (Tensor, bool, int, float)) else []
@@ -106,13 +105,13 @@ def _log_prob(fn: Any, value: Tensor) -> Tensor | None:
     return None
 
 
-def _fixed(site: Mapping[str, Any]) -> list[Any]:
+def _fixed(site: Message) -> list[Any]:
     """Returns the mask and the scale of a site as far as they are no tensors."""
     return [None if isinstance(site[key], Tensor) else site[key] for key in ("mask", "scale")]
 
 
 def _readings(
-    site: Mapping[str, Any], value: Tensor, density_only: bool, by_element: bool
+    site: Message, value: Tensor, density_only: bool, by_element: bool
 ) -> dict[Any, Tensor]:
     """Returns all that decides a site's effect, ``(*batch, entries)`` each."""
     fn = without(site["fn"], Independent) if by_element else site["fn"]

@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, TransformedDistribution, transform_to
+from torch.distributions import Distribution, transform_to
 
 from pyro_nami.factors.completed import constraints_of_parameters
 from pyro_nami.factors.wrappers import named_layers
 from pyro_nami.program.plate_dims import spread
+from pyro_nami.program.runner import Message
 
 __all__ = ["MASK", "Argument", "Column", "ColumnSearch", "columns_of", "parameters"]
 
-# relative norm of what other columns leave of one, below which it is no column of its own; at ten times more, columns
-# that are nearly collinear would be lost, at ten times less, rounding in single precision would show as columns
-TOLERANCE = 1e-3
-# instances that columns are compared in; ten times more take as much longer, ten times fewer may miss rare levels
-MOST_ROWS = 4096
 MASK = "mask"
 
 
@@ -67,7 +65,7 @@ def column_of(plain: Sequence[Any]) -> Column | Argument:
 
 def columns_of(
     columns: Sequence[Column | Argument],
-    at_draw: Callable[[int], Mapping[str, Any]],
+    at_draw: Callable[[int], Message],
     leaves: Sequence[Any] = (),
 ) -> Tensor:
     """Returns the values of columns, ``(*batch, columns)``.
@@ -97,7 +95,7 @@ def columns_of(
     return torch.stack(torch.broadcast_tensors(*map(values, columns)), -1)
 
 
-def _mask_of(site: Mapping[str, Any]) -> Tensor:
+def _mask_of(site: Message) -> Tensor:
     """Returns a site's mask as numbers, ``(*batch, 1)``; ones where it has none."""
     fn, mask = site["fn"], site["mask"]
     like = next((value for _, value in _tensors(fn) if value.is_floating_point()), torch.empty(0))
@@ -123,9 +121,7 @@ def parameters(fn: Distribution, names: Collection[str] = ()) -> dict[str, Tenso
 def _tensors(fn: Distribution, names: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yields name and value of the parameters of a distribution and of what it wraps; event dims rightmost."""
     for path, layer in named_layers(fn):
-        for i, transform in enumerate(
-            layer.transforms if isinstance(layer, TransformedDistribution) else ()
-        ):
+        for i, transform in enumerate(getattr(layer, "transforms", ())):
             for key, value in vars(transform).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     yield f"{path}transforms.{i}.{key}", value.detach()
@@ -153,6 +149,12 @@ def _unconstrained(value: Tensor, constraint: Any) -> Tensor:
 class ColumnSearch:
     """Collects the covariates of one site, reference draw by reference draw.
 
+    Args:
+        most: the most columns.
+        rows: the most instances that columns are compared in; with ten times fewer, rare levels may be missed.
+        tolerance: share of a column's norm that other columns have to leave, if it is to be a column of its own. At ten
+            times more, nearly collinear columns are lost; at ten times less, rounding in single precision makes some.
+
     Attributes:
         columns: those that differ between instances and are no linear function of the ones before, at most ``most``.
 
@@ -164,13 +166,15 @@ class ColumnSearch:
         [Column(draw=0, parameter='scale', entry=0)]
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, rows: int = 4096, tolerance: float = 1e-3) -> None:
         self.columns: list[Column | Argument] = []
         self._most = most
+        self._rows = rows
+        self._tolerance = tolerance
         self._basis: list[Tensor] = []
         self._found: list[Tensor] = []
 
-    def add(self, draw: int, site: Mapping[str, Any]) -> bool:
+    def add(self, draw: int, site: Message) -> bool:
         """Looks at the site, as a trace holds it, at one more draw; returns whether it had anything new.
 
         A mask is a covariate whatever it is: it may vary in a later call.
@@ -179,10 +183,9 @@ class ColumnSearch:
         if draw == 0 and isinstance(site["mask"], Tensor):
             self.columns.append(Column(draw, MASK, 0))
         for name, value in parameters(site["fn"]).items():
-            rows = value.reshape(-1, value.shape[-1]).double()
-            if rows.shape[0] > 1:
-                rows = _some(rows)
-                entries = _independent(rows, self._basis, self._most - len(self.columns))
+            rows = self._some(value.reshape(-1, value.shape[-1]).double())
+            if len(rows) > 1:
+                entries = self._independent(rows)
                 self.columns.extend(Column(draw, name, entry) for entry in entries)
                 self._found.extend(rows[:, entry] for entry in entries)
         return len(self.columns) > before
@@ -196,7 +199,7 @@ class ColumnSearch:
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or leaf.shape[:1] != (size,):
                 continue
-            rows = _some(leaf.detach().reshape(size, -1).double())
+            rows = self._some(leaf.detach().reshape(size, -1).double())
             fits = leaf.is_floating_point() and rows.shape[1] <= self._most
             if fits and rows.isfinite().all():
                 arguments |= {Argument(i, k, dim): column for k, column in enumerate(rows.T)}
@@ -209,42 +212,45 @@ class ColumnSearch:
         design, wanted = (design - design.mean(0)) / scale, wanted - wanted.mean(0)
         # not on CUDA
         weights = torch.linalg.lstsq(design.cpu(), wanted.cpu(), driver="gelsd").solution.to(design)
-        if (wanted - design @ weights).norm() > TOLERANCE * wanted.norm():
+        if (wanted - design @ weights).norm() > self._tolerance * wanted.norm():
             return False
         used = (weights.abs() > 1e-6 * weights.abs().amax(0)).any(1).tolist()
         columns: list[Column | Argument] = [
             column for column in self.columns if column == Column(0, MASK, 0)
         ]
-        columns += [argument for argument, use in zip(arguments, used) if use]
+        columns += itertools.compress(arguments, used)
         if len(columns) > self._most:
             return False
         self.columns = columns
         return True
 
+    def _some(self, rows: Tensor) -> Tensor:
+        """Returns rows at equal distances, as many as are compared."""
+        return rows[:: max(1, math.ceil(len(rows) / self._rows))]
 
-def _some(rows: Tensor) -> Tensor:
-    return rows[:: -(-rows.shape[0] // MOST_ROWS)]
+    def _independent(self, rows: Tensor) -> list[int]:
+        """Returns entries of ``rows`` that add to the basis, those that add most first; extends the basis."""
+        centered = rows - rows.mean(0)
+        size = centered.norm(dim=0)
+        # below a constant's rounding error in single precision, which grows with the root of the number of rows
+        floor = 1e-5 * len(rows) ** 0.5 * rows.abs().amax(0)
+        rest = torch.where(size > floor, centered / size, 0.0)
+        for direction in self._basis:
+            rest = _without(rest, direction)
+        chosen: list[int] = []
+        while len(self.columns) + len(chosen) < self._most:
+            left, index = rest.norm(dim=0).max(0)
+            # one transfer, as each waits for the device
+            left, entry = torch.stack([left, index.to(left)]).tolist()
+            if not left > self._tolerance:
+                break
+            direction = rest[:, int(entry)] / left
+            rest = _without(rest, direction)
+            self._basis.append(direction)
+            chosen.append(int(entry))
+        return chosen
 
 
-def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
-    """Returns entries of ``rows`` that add to the basis, those that add most first; extends the basis."""
-    centered = rows - rows.mean(0)
-    size = centered.norm(dim=0)
-    magnitude = rows.abs().amax(0).clamp(min=torch.finfo(torch.float32).tiny) * rows.shape[0] ** 0.5
-    rest = torch.where(
-        size > 1e-5 * magnitude, centered / size.clamp(min=1e-30), torch.zeros_like(centered)
-    )
-    for direction in basis:
-        rest = rest - direction.unsqueeze(-1) * (direction @ rest)
-    chosen: list[int] = []
-    while len(chosen) < most:
-        left, index = rest.norm(dim=0).max(0)
-        # one transfer, as each waits for the device
-        left, entry = torch.stack([left, index.to(left)]).tolist()
-        if not left > TOLERANCE:
-            break
-        direction = rest[:, int(entry)] / left
-        rest = rest - direction.unsqueeze(-1) * (direction @ rest)
-        basis.append(direction)
-        chosen.append(int(entry))
-    return chosen
+def _without(rest: Tensor, direction: Tensor) -> Tensor:
+    """Returns columns less their parts along a unit vector."""
+    return rest - direction.unsqueeze(-1) * (direction @ rest)

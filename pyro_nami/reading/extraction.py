@@ -13,6 +13,7 @@ the vectorized ones.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site, closed_nesting
 from pyro_nami.messages import warn
+from pyro_nami.program.first_run import is_enumerated
 from pyro_nami.program.isolation import untouched
 from pyro_nami.program.loops import NO_LOOPS, Loops
 from pyro_nami.program.program import Program
@@ -110,9 +112,9 @@ def extract(
             instances of a plate depend on each other.
         NotImplementedError: a latent site can neither be sampled nor initialized.
     """
-    kwargs = dict(kwargs or {})
-    with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
-        probe = Probe(Program(model, args, kwargs), init, tuple(observed), checks)
+    program = Program(model, args, kwargs or {})
+    with untouched(*program.roots), torch.no_grad(), pyro.validation_enabled(False):
+        probe = Probe(program, init, tuple(observed), checks)
         claims = claim(probe)
         if lifted and (extraction := _lifted(probe, claims, learned)) is not None:
             return extraction
@@ -128,7 +130,7 @@ def _lifted(probe: Probe, found: Dependencies, learned: bool) -> Extraction | No
     """Returns the network with loops as one site each; None if there is none, or values have left torch on the way."""
     if found.escaped or found.hidden or len(probe.plates) > 1:
         return None
-    sites: Mapping[str, Any] = probe.first.sites
+    sites = probe.first.sites
     loops = find_loops(sites, found.parents, probe.observed, learned)
     if not loops:
         return None
@@ -143,23 +145,22 @@ def _network(
     probe: Probe, found: Dependencies, index_maps: Collection[tuple[str, str]]
 ) -> BayesNet:
     """The network, with plates nested as the keys (inner, outer) of index maps say."""
-    nesting: dict[Any, set[str]] = {}
+    nesting: dict[Any, set[str]] = defaultdict(set)
     for q, p in index_maps:
-        nesting.setdefault(q, set()).add(p)
+        nesting[q].add(p)
     sites = []
     edges = []
     outer = closed_nesting({}, nesting)
     for name in probe.order:
-        plates = probe.plates_of[name].union(
-            *(outer.get(plate, ()) for plate in probe.plates_of[name])
-        )
+        own = probe.plates_of[name]
+        plates = own.union(*(outer.get(plate, ()) for plate in own))
         if name in probe.observed:
             sites.append(Site(name, plates, observed=True))
         else:
-            enumerated = (probe.trace.nodes[name]["infer"] or {}).get("enumerate") == "parallel"
             support = frozenset(found.support[name])
-            sites.append(Site(name, plates, support_parents=support, marginalized=enumerated))
-        edges += [(u, name) for u in sorted(found.parents[name], key=probe.rank.__getitem__)]
+            marginalized = is_enumerated(probe.first.sites[name])
+            sites.append(Site(name, plates, support_parents=support, marginalized=marginalized))
+        edges += [(parent, name) for parent in found.parents[name]]
     sizes: dict[Any, int] = {
         plate: max(frame.full_size or 0, probe.sizes[plate])
         for plate, frame in probe.plates.items()
@@ -184,12 +185,9 @@ def _warn(probe: Probe, found: Dependencies, finished: bool) -> None:
             "the edge was found by intervention. To be certain of every edge keep values in tensors: "
             "`torch.where` for `if`, tensors as indices, no `.item()`, `float()` or numpy in between."
         )
-    nodes: Mapping[str, Any] = probe.trace.nodes
-    hidden = [
-        name
-        for name in probe.order
-        if name in found.hidden and not nodes[name]["infer"].get("_drawn")
-    ]
+    sites = probe.first.sites
+    hidden = [name for name in probe.order if name in found.hidden]
+    hidden = [name for name in hidden if not sites[name]["infer"].get("_drawn")]
     if hidden and not is_blocked(probe.program.model):
         names = ", ".join(f"'{name}'" for name in hidden)
         warn(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_nami.program.vectorized import unmapped
 from pyro_nami.reading.changes import numbers_in, same_support
-from pyro_nami.reading.probe import ROUNDS, TRIES, Place, Probe, Run
+from pyro_nami.reading.probe import ROUNDS, Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
 from pyro_nami.reading.untested_pairs import Untested
 
@@ -61,15 +61,11 @@ def claim(probe: Probe) -> Dependencies:
     def note(msg: Any) -> None:
         """Notes what the site reads, and makes its own name the provenance of its value."""
         name, fn, value = msg["name"], msg["fn"], msg["value"]
-        if name not in probe.rank:
-            return
         earlier = set(probe.order[: probe.rank[name]])
         escaped = tracker.escaped
-        origin: frozenset = frozenset()
+        # other sites may observe the same data; that alone is no dependence
+        origin = tracker.provenance(value) - tracker.provenance(probe.base[name])
         if isinstance(value, Tensor):
-            # other sites may observe the same data; that alone is no dependence
-            if msg["is_observed"]:
-                origin = tracker.provenance(value) - tracker.provenance(probe.base[name])
             msg["value"] = value = value.clone()
             tracker.tag(value, {name})
         try:
@@ -153,7 +149,7 @@ class _Interventions:
 
     def _redraw(self, names: Collection[str], origin: Run) -> Run:
         """Repeats a run with other values at some sites, and others again if the model fails at these."""
-        for _ in range(TRIES):
+        for _ in range(self.probe.tries):
             run = self.probe.redraw(names, origin)
             if run.error is None:
                 break
@@ -177,14 +173,7 @@ class _Interventions:
                 return
             run = probe.redraw_rows(probe.first, dict.fromkeys(inside, place), changed)
             for name in sites:
-
-                def strayed(run: Run, name: str = name, changed: Tensor = changed) -> list[int]:
-                    shape = probe.first.sites[name]["fn"].batch_shape
-                    if name not in run.sites or run.sites[name]["fn"].batch_shape != shape:
-                        return []
-                    rows = run.strayed(probe.first, name, place, changed)
-                    return rows.nonzero().flatten().tolist()
-
+                strayed = partial(self._strayed, name=name, place=place, changed=changed)
                 instances = strayed(run)
                 if instances and is_blocked(probe.program.model):
                     self.found.hidden.add(name)
@@ -196,6 +185,13 @@ class _Interventions:
                         f"got instance {instances[0]}, which reads other instances of '{culprit}'. Declare this "
                         "dimension with `.to_event()` in place of the plate."
                     )
+
+    def _strayed(self, run: Run, name: str, place: Place, changed: Tensor) -> list[int]:
+        """Returns the instances of a site that moved, though they were not changed; none where its shape differs."""
+        first, site = self.probe.first, run.sites.get(name)
+        if site is None or site["fn"].batch_shape != first.sites[name]["fn"].batch_shape:
+            return []
+        return run.strayed(first, name, place, changed).nonzero().flatten().tolist()
 
     def _check_edges(self) -> None:
         """Changes what sites are not known to read: they must not move, or a parent was lost.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -18,9 +19,11 @@ from pyro.poutine.util import site_is_factor
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site
+from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.loops import NO_LOOPS, Loops, LoopSites, family_of, step_of
-from pyro_nami.program.masks import is_masked
+from pyro_nami.program.masks import is_masked, log_density_of
 from pyro_nami.program.plate_dims import frames_of
+from pyro_nami.program.runner import Message, Sites
 from pyro_nami.program.site_values import num_values
 
 __all__ = ["find_loops", "has_loop", "loop_families", "with_loops"]
@@ -28,11 +31,12 @@ __all__ = ["find_loops", "has_loop", "loop_families", "with_loops"]
 # Steps of a loop from which its sites are held as one; ten times more leave loops of a dozen steps to forms that take
 # 10 s, with fewer there is nothing to save.
 SHORTEST = 8
-# Elements of a block of states, as a season of a month by the day takes; the cost grows with its cube.
+# Elements of a block of states, as a season of a month by the day takes. At ten times more, coefficients that all data
+# read are taken for states, and a call takes seconds; at ten times fewer, weekly seasons are read site by site.
 MOST_WIDTH = 32
 
-Sites = Mapping[str, Any]
 Parents = Mapping[str, Set[str]]
+Reads = Mapping[str, Sequence[range]]  # site -> the elements of states that it reads, by state
 
 
 def has_loop(sites: Sites, learned: bool = False) -> bool:
@@ -62,45 +66,47 @@ def find_loops(
     # others, such as coefficients that all data read, may be parents of states
     linked = {key: names for key, names in families.items() if _is_linked(names, parents)}
     for chosen in (families, linked):
-        members = [name for name in latents if any(name in names for names in chosen.values())]
-        others = [name for name in latents if name not in members]
-        if any(not parents[name].isdisjoint(members) for name in others):
+        members = set[str]().union(*chosen.values())
+        if any(parents[name] & members for name in latents if name not in members):
             continue
-        found = _loops_of(chosen, members, sites, parents, observed, learned)
+        states = {name: sites[name] for name in latents if name in members}
+        stems = dict.fromkeys(map(_stem, chosen))
+        found = _loops_of(f"{','.join(stems)}[time]", states, sites, parents, observed, learned)
         if found:
             return _of_any_length(found, parents) if learned else found
     return NO_LOOPS
 
 
 def _loops_of(
-    families: Mapping[str, Sequence[str]],
-    members: Sequence[str],
+    name: str,
+    states: Sites,
     sites: Sites,
     parents: Parents,
     observed: Collection[str],
     learned: bool,
 ) -> Loops:
-    """Returns states of some families as one site, and each family of data; none if they cannot be held so."""
-    counts = {num_values(sites[name]["fn"]) or 0 for name in members}
-    if len(counts) != 1 or not _is_uniform([sites[name] for name in members]):
+    """Returns states as one site of a name, and each family of data; none if they cannot be held so."""
+    counts = {num_values(site["fn"]) or 0 for site in states.values()}
+    if len(counts) != 1 or not _is_uniform([*states.values()]):
         return NO_LOOPS
-    places = _Places.of(members, sites)
-    stems = dict.fromkeys(map(_stem, families))
-    states = _states(f"{','.join(stems)}[time]", places, sites, parents, counts.pop(), learned)
-    if states is None:
+    places = _places_of(states)
+    reads = {site: [places[each] for each in parents[site] if each in places] for site in sites}
+    events = tuple(site["fn"].event_shape for site in states.values())
+    whole = LoopSites(name, tuple(states), events, False, values=counts.pop())
+    held = _linked(whole, places, reads, learned)
+    if held is None:
         return NO_LOOPS
-    data = list(_data(places, sites, parents, observed))
+    data = list(_data(sites, reads, observed))
     if learned:
         data = [held for held in data if min(held.reads) >= 0 and len(held.sites) >= SHORTEST]
-    names = [states.name, *(held.name for held in data)]
-    loose = set(observed).difference(*(held.sites for held in data))
-    reads_loose = any(not places.ranges.keys().isdisjoint(parents[name]) for name in loose)
-    is_loose = reads_loose or any(min(held.reads) < 0 for held in data)
-    if is_loose and (states.values or learned):
+    names = [name, *(part.name for part in data)]
+    loose = set(observed).difference(*(part.sites for part in data))
+    is_loose = any(reads[site] for site in loose) or any(min(part.reads) < 0 for part in data)
+    if is_loose and (held.values or learned):
         return NO_LOOPS
     if len(set(names)) < len(names) or not sites.keys().isdisjoint(names):
         return NO_LOOPS
-    return Loops((states, *data))
+    return Loops((held, *data))
 
 
 def _is_linked(names: Sequence[str], parents: Parents) -> bool:
@@ -108,63 +114,46 @@ def _is_linked(names: Sequence[str], parents: Parents) -> bool:
     return any(not parents[name].isdisjoint(names) for name in names)
 
 
-class _Places(NamedTuple):
-    """The elements of a vector of states that sites stand for, in program order, and the sites' event shapes."""
-
-    ranges: dict[str, range]
-    events: tuple[torch.Size, ...]
-
-    @classmethod
-    def of(cls, members: Sequence[str], sites: Sites) -> _Places:
-        ranges, end, events = dict[str, range](), 0, []
-        for name in members:
-            events.append(sites[name]["fn"].event_shape)
-            ranges[name] = range(end, end + events[-1].numel())
-            end = ranges[name].stop
-        return cls(ranges, tuple(events))
-
-    def read_by(self, name: str, parents: Parents) -> list[range]:
-        """Returns the elements that a site reads, by site."""
-        return [self.ranges[each] for each in parents[name] if each in self.ranges]
+def _places_of(states: Sites) -> dict[str, range]:
+    """Returns state -> its elements in the vector of all states."""
+    places, end = dict[str, range](), 0
+    for name, site in states.items():
+        places[name] = range(end, end + site["fn"].event_shape.numel())
+        end = places[name].stop
+    return places
 
 
-def _states(
-    name: str, places: _Places, sites: Sites, parents: Parents, values: int, learned: bool
+def _linked(
+    states: LoopSites, places: Mapping[str, range], reads: Reads, learned: bool
 ) -> LoopSites | None:
-    """Returns the states as one site; None if they are not linked, or reach back too far."""
+    """Returns states with how far sites read back; None if no state reads another, or some reach back too far."""
     back, span = 0, 1
-    for site in sites:
-        read = places.read_by(site, parents)
+    for site, read in reads.items():
         if not read:
             continue
         first = min(place.start for place in read)
-        if site in places.ranges:
-            back = max(back, places.ranges[site].stop - 1 - first)
+        if site in places:
+            back = max(back, places[site].stop - 1 - first)
         else:
             span = max(span, max(place.stop for place in read) - first)
-    ranges = places.ranges.values()
-    width = max(back, span - 1, *map(len, ranges))
-    while any(place.start // width < (place.stop - 1) // width for place in ranges):
+    if not back or learned:
+        return states if back else None
+    width = max(back, span - 1, *map(len, places.values()))
+    while any(place.start // width < (place.stop - 1) // width for place in places.values()):
         width += 1  # such that no site lies in two blocks
-    if learned:
-        whole = LoopSites(name, tuple(places.ranges), places.events, False, values=values)
-        return whole if back else None
-    is_wide = width > MOST_WIDTH or any(len(event) > 1 for event in places.events)
-    if not back or is_wide or values and (back > 1 or span > 1):
+    is_wide = width > MOST_WIDTH or any(len(event) > 1 for event in states.events)
+    if is_wide or states.values and (back > 1 or span > 1):
         return None
-    return LoopSites(name, tuple(places.ranges), places.events, False, width, back, span, values)
+    return states._replace(width=width, back=back, span=span)
 
 
-def _data(
-    places: _Places, sites: Sites, parents: Parents, observed: Collection[str]
-) -> Iterator[LoopSites]:
+def _data(sites: Sites, reads: Reads, observed: Collection[str]) -> Iterator[LoopSites]:
     """Yields each family of data that can be held as one."""
     data = [name for name in sites if name in observed and not site_is_factor(sites[name])]
     for key, names in _families(data, 1).items():
         events = tuple(sites[name]["fn"].event_shape for name in names)
-        starts = [[place.start for place in places.read_by(name, parents)] for name in names]
-        reads = tuple(min(each, default=-1) for each in starts)
-        held = LoopSites(f"{_stem(key)}[time]", tuple(names), events, True, reads=reads)
+        first = tuple(min((place.start for place in reads[name]), default=-1) for name in names)
+        held = LoopSites(f"{_stem(key)}[time]", tuple(names), events, True, reads=first)
         each = [sites[name] for name in names]
         if len(set(events)) == 1 and _is_uniform(each) and _can_be_stacked(held, each):
             yield held
@@ -206,36 +195,28 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
     Raises:
         ValueError: states are read before the loop ends, by a latent that later ones depend on.
     """
-    of: dict[Any, str] = {site: held.name for held in loops.parts for site in held.sites}
+    of: dict[Any, str] = dict(loops.wholes)
     sites: dict[Any, Site] = {}
     for name, site in net.sites.items():
         whole = of.get(name, name)
         if whole not in sites:
             support = frozenset(of.get(parent, parent) for parent in site.support_parents)
-            sites[whole] = Site(
-                whole,
-                site.plates,
-                observed=site.observed,
-                support_parents=support - {whole},
-                marginalized=site.marginalized,
-            )
+            sites[whole] = replace(site, name=whole, support_parents=support - {whole})
     rank = {name: i for i, name in enumerate(sites)}
-    edges = dict.fromkeys((of.get(u, u), of.get(v, v)) for u, v in net.edges)
-    between = [(u, v) for u, v in edges if u != v]
     forward = []
-    for u, v in between:
+    for parent, child in net.edges:
+        u, v = of.get(parent, parent), of.get(child, child)
         if rank[u] < rank[v]:
             forward.append((u, v))
-        elif not sites[u].observed:
+        elif u != v and not sites[u].observed:
             raise ValueError(f"Expected '{u}' to end before '{v}' reads it.")
     return BayesNet(sites, forward, net.plate_sizes, net.nesting)
 
 
-def _is_state(site: Mapping[str, Any], learned: bool = False) -> bool:
+def _is_state(site: Message, learned: bool = False) -> bool:
     """Whether a site may be a state of a loop: Normal, or discrete with few values, and drawn by guides."""
-    if site["type"] != "sample" or site["is_observed"] or is_masked(site) and not learned:
-        return False
-    if (site["infer"] or {}).get("enumerate") == "parallel":
+    is_drawn = site["type"] == "sample" and is_latent(site)
+    if not is_drawn or is_masked(site) and not learned:
         return False
     is_counted = num_values(site["fn"]) is not None and not site["fn"].event_shape
     return is_counted or type(innermost(site["fn"])) is dist.Normal
@@ -255,7 +236,7 @@ def _stem(key: str) -> str:
     return re.sub(r"[_\-.]*#[_\-.]*", "", key) or "state"
 
 
-def _is_uniform(sites: Sequence[Mapping[str, Any]]) -> bool:
+def _is_uniform(sites: Sequence[Message]) -> bool:
     """Whether sites are in the same vectorized plates, of one scale, and in no sequential plate."""
     frames, scale = frames_of(sites[0]), torch.as_tensor(sites[0]["scale"])
     return all(
@@ -266,20 +247,12 @@ def _is_uniform(sites: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def _can_be_stacked(held: LoopSites, sites: Sequence[Mapping[str, Any]]) -> bool:
+def _can_be_stacked(held: LoopSites, sites: Sequence[Message]) -> bool:
     """Whether data of several steps have the log density that they have step by step."""
     try:
         whole = held.message(sites)
-        apart = [
-            torch.where(
-                torch.as_tensor(True if site["mask"] is None else site["mask"]),
-                site["fn"].log_prob(site["value"]),
-                0.0,
-            )
-            for site in sites
-        ]
         together = whole["fn"].log_prob(whole["value"])
-        total = torch.stack(torch.broadcast_tensors(*apart)).sum(0)
-        return bool(torch.isclose(together, total, rtol=1e-3, atol=1e-3).all())
+        apart = torch.broadcast_tensors(*map(log_density_of, sites))
+        return torch.allclose(together, torch.stack(apart).sum(0), rtol=1e-3, atol=1e-3)
     except (NotImplementedError, RuntimeError, ValueError, TypeError):
         return False

@@ -6,8 +6,7 @@ masked latent that another site reads has a flat prior instead.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 import pyro
 import torch
@@ -15,16 +14,15 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_nami.program.masks import own_mask, unmasked
-from pyro_nami.program.runner import RunModel
+from pyro_nami.program.plate_dims import spread
+from pyro_nami.program.runner import Message, RunModel, Sites
 from pyro_nami.program.site_values import redraw
 from pyro_nami.reading.changes import moved
 
 __all__ = ["read_where_masked"]
 
 
-def read_where_masked(
-    nodes: Mapping[str, Any], latents: Collection[str], run: RunModel
-) -> frozenset[str]:
+def read_where_masked(nodes: Sites, latents: Collection[str], run: RunModel) -> frozenset[str]:
     """Returns the latents whose values some other site's density moves with where the model masks their own.
 
     Args:
@@ -40,19 +38,20 @@ def read_where_masked(
                 continue
             other = _moved(nodes[name], mask)
             before, after = (run({**values, name: value}) for value in (values[name], other))
-            others = [u for u in before if u != name and not site_is_subsample(before[u])]
-            if any(_counts(before[u], after.get(u)) for u in others):
-                found.add(name)
+            for u, site in before.items():
+                if u != name and not site_is_subsample(site) and _counts(site, after.get(u)):
+                    found.add(name)
     return frozenset(found)
 
 
-def _moved(site: Mapping[str, Any], mask: Tensor) -> Tensor:
-    """Returns a latent's value with another in every instance that is masked."""
-    other = redraw(unmasked(site["fn"]), site["value"])
-    return torch.where(mask.reshape(mask.shape + (1,) * site["fn"].event_dim), site["value"], other)
+def _moved(site: Message, mask: Tensor) -> Tensor:
+    """Returns a latent's value, with another one in every instance that is masked."""
+    fn, value = site["fn"], site["value"]
+    other = redraw(unmasked(fn), value)
+    return torch.where(spread(mask, -1 - fn.event_dim), value, other)
 
 
-def _counts(before: Mapping[str, Any], after: Mapping[str, Any] | None) -> bool:
+def _counts(before: Message, after: Message | None) -> bool:
     """Whether a site differs between two runs in an instance that its mask does not hide."""
     rows, mask = moved(before, after, density_only=True), own_mask(before)
     return bool((rows if mask is None else rows & mask).any())

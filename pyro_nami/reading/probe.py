@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,21 +19,16 @@ from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.first_run import is_node, is_partial
 from pyro_nami.program.plate_dims import any_along, frames_of, spread
 from pyro_nami.program.program import Program
-from pyro_nami.program.runner import Runner
+from pyro_nami.program.runner import Choose, Note, Runner, Values
 from pyro_nami.program.site_values import any_value, drawn, redraw
 from pyro_nami.reading.changes import differs, moved
 
 __all__ = ["OutOfBudget", "Place", "Probe", "Run"]
 
-# Draws for a run that fails at its values (a matrix that is not positive definite, say); ten times more would take long
-# where a model fails at all draws.
-TRIES = 3
 # Times that a test by other values is repeated where it may pass by chance with probability 1/2: of an `if` on a value
 # that left torch, of a row that follows the sign of a latent. Ten times fewer would miss most; ten times more would
 # spend the budget of runs.
 ROUNDS = 8
-
-Choose = Callable[[Any], Any]
 
 
 class OutOfBudget(Exception):
@@ -78,6 +73,7 @@ class Probe:
         init: site -> a constrained value, for latents that cannot be sampled.
         observed: sites that are sampled here but that inference will condition on.
         budget: the most runs that are to be made.
+        tries: draws for a run that fails at its values (a matrix that is not positive definite, say).
 
     Attributes:
         first: the base run, and ``trace`` its trace.
@@ -99,9 +95,12 @@ class Probe:
         (True, False)
     """
 
-    def __init__(self, program: Program, init: Any, observed: Collection[str], budget: int) -> None:
+    def __init__(
+        self, program: Program, init: Any, observed: Collection[str], budget: int, *, tries: int = 3
+    ) -> None:
         self.program = program
         self.budget = budget
+        self.tries = tries
         self.first, self.trace = self._first_run(init)
         self.runs = 0
         sites = self.first.sites
@@ -113,7 +112,7 @@ class Probe:
                     f"The model's sites are: {', '.join(sites) or 'none'}."
                 )
         self.latent, self.observed = frozenset(sites) - seen, seen.union(observed)
-        given = {id(value) for value in (*program.args, *program.kwargs.values())}
+        given = set(map(id, program.roots))
         self.arguments = frozenset(name for name in seen if id(self.base[name]) in given)
         self.changeable = frozenset(
             name
@@ -130,28 +129,28 @@ class Probe:
         """The values of the base run."""
         return self.first.values
 
-    @functools.cached_property
+    @cached_property
     def movable(self) -> frozenset[str]:
         """The latents that an intervention can change."""
         return self.latent & self.changeable
 
-    @functools.cached_property
+    @cached_property
     def order(self) -> tuple[str, ...]:
         """The sites in model order."""
         return tuple(self.first.sites)
 
-    @functools.cached_property
+    @cached_property
     def rank(self) -> dict[str, int]:
         """Site -> its place in the model's order."""
         return {name: i for i, name in enumerate(self.order)}
 
-    @functools.cached_property
+    @cached_property
     def plates(self) -> dict[str, Any]:
         """Plate -> one frame of it, that of the first site in it."""
         frames = [frame for name in self.order for frame in self.frames[name]]
         return {frame.name: frame for frame in reversed(frames)}
 
-    @functools.cached_property
+    @cached_property
     def plates_of(self) -> dict[str, frozenset[str]]:
         """Site -> its vectorized plates."""
         return {
@@ -171,7 +170,7 @@ class Probe:
 
     def attempt(self, make: Callable[..., Run], *args: Any) -> Run:
         """Makes a run, and again if the model fails at the values that were drawn; ends by `OutOfBudget`."""
-        for _ in range(TRIES):
+        for _ in range(self.tries):
             if self.spent:
                 raise OutOfBudget
             run = make(*args)
@@ -181,9 +180,9 @@ class Probe:
 
     def run(
         self,
-        values: Mapping[str, Any],
+        values: Values,
         draw: Choose = lambda msg: None,
-        note: Callable[[Any], None] = lambda msg: None,
+        note: Note = lambda msg: None,
     ) -> Run:
         """Runs the model with ``values``, else what ``draw`` returns, else the base values.
 
@@ -238,9 +237,9 @@ class Probe:
 
     def _first_run(self, init: Callable[[dict], Tensor] | None) -> tuple[Run, poutine.Trace]:
         """Draws the base values; where the model fails at every draw, it takes those of ``init``."""
-        for drawing in (True,) * TRIES + (False,):
+        for attempt in range(self.tries + 1):
             tracer = poutine.trace(self.program.model)
-            choose = functools.partial(_first_value, init=init, drawing=drawing)
+            choose = partial(_first_value, init=init, drawing=attempt < self.tries)
             run = _run(self.program._replace(model=tracer), choose)
             if run.error is None:
                 break
@@ -275,8 +274,8 @@ class Probe:
 def _run(
     program: Program,
     choose: Choose,
-    note: Callable[[Any], None] = lambda msg: None,
-    base: Mapping[str, Any] = MappingProxyType({}),
+    note: Note = lambda msg: None,
+    base: Values = MappingProxyType({}),
 ) -> Run:
     """Runs a program with chosen values at its sites.
 
@@ -300,10 +299,9 @@ def _run(
 
     def noted(msg: Any) -> None:
         name, value = msg["name"], msg["value"]
-        if site_is_subsample(msg):
+        if site_is_subsample(msg) or is_node(msg):
             values[name] = value
-        elif is_node(msg):
-            values[name] = value
+        if is_node(msg):
             sites[name] = {**msg, "value": data.get(name, value)}
             note(msg)
 

@@ -29,14 +29,19 @@ __all__ = ["ProvenanceTracker", "tensors_in"]
 Names = frozenset[Any]
 
 # Operations whose result takes shape and type, but no values, from their first argument.
-_SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
-_SHAPE_ONLY |= {
+_SHAPE_ONLY = {
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
     "new_empty",
     "new_empty_strided",
     "new_zeros",
     "new_ones",
     "new_full",
-    "randint_like",
 }
 # Operations whose result is constant if their second argument is the number 0.
 _VANISHING = {"mul", "pow"}

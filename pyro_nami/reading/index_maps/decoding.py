@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from pyro_nami.program.plate_dims import any_along, spread
-from pyro_nami.program.runner import RunModel
+from pyro_nami.program.runner import RunModel, Values
 from pyro_nami.reading.changes import moved
 
 __all__ = [
     "NONE",
     "SEVERAL",
+    "Key",
     "MapPlan",
     "Trial",
     "along",
@@ -34,12 +35,10 @@ __all__ = [
     "moved_instances",
 ]
 
-Key = tuple[str, str]
+Key = tuple[str, str]  # a plate whose sites read another plate, and that other plate
 
 # In place of an index: the row reads no instance, or more than one.
 NONE, SEVERAL = -1, -2
-# Halves of a plate by which a map is looked at again: a row that changed passes all with probability 1/8.
-HALVES = 3
 
 
 class MapPlan(NamedTuple):
@@ -59,9 +58,7 @@ class MapPlan(NamedTuple):
     dims: dict[str, int]
 
 
-def find_maps(
-    run: RunModel, plans: Sequence[MapPlan], held: Mapping[str, Tensor]
-) -> dict[Key, Tensor]:
+def find_maps(run: RunModel, plans: Sequence[MapPlan], held: Values) -> dict[Key, Tensor]:
     """Returns the index map ``(size_q,)`` of each pair of plates (q, p), in 2 ceil(log2 J) + 1 runs a plan.
 
     Args:
@@ -88,18 +85,28 @@ def find_maps(
 
 
 def maps_hold(
-    run: RunModel, plans: Sequence[MapPlan], held: Mapping[str, Tensor], maps: Mapping[Key, Tensor]
+    run: RunModel,
+    plans: Sequence[MapPlan],
+    held: Values,
+    maps: Mapping[Key, Tensor],
+    *,
+    halves: int = 3,
 ) -> bool:
     """Returns whether these are still the maps that the model reads through, by 4 runs a plan.
 
-    Three random halves of the instances are changed in turn: a row must move, at one site at least, where its instance
-    is in the half, and there only. A change of one single row may be missed (one time in eight), one of many is not.
+    Random halves of the instances are changed in turn: a row must move, at one site at least, where its instance is in
+    the half, and there only. A change of many rows is seen.
+
+    Args:
+        run, plans, held: as in `find_maps`.
+        maps: the maps that were found.
+        halves: how many are changed. A change of one single row is missed with probability ``0.5**halves``.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     for plan in plans:
         trial = Trial(run, plan, held)
         dims = {name: {q: plan.dims[q]} for name, q in plan.targets.items()}
-        for _ in range(HALVES):
+        for _ in range(halves):
             half = torch.randperm(trial.size, generator=generator, device="cpu") < trial.size // 2
             changed = half.nonzero().flatten()
             for q, rows in moved_instances(trial.moved(half), dims).items():
@@ -117,7 +124,7 @@ class Trial:
         size: the number of instances of the plate.
     """
 
-    def __init__(self, run: RunModel, plan: MapPlan, held: Mapping[str, Tensor]) -> None:
+    def __init__(self, run: RunModel, plan: MapPlan, held: Values) -> None:
         self.run = run
         self.plan = plan
         self.held = held
@@ -141,10 +148,7 @@ class Trial:
         device = next(iter(self.plan.values.values()))[0].device
         number = torch.arange(self.size, device=device)
         shapes = {name: self.base[name]["fn"].batch_shape for name in self.plan.targets}
-        found = {
-            name: torch.zeros(shape, dtype=torch.long, device=device)
-            for name, shape in shapes.items()
-        }
+        found = {name: number.new_zeros(shape) for name, shape in shapes.items()}
         for bit in range(max(self.size - 1, 0).bit_length()):
             chosen = (number >> bit) & 1 == 1
             with_it, without = self.moved(chosen), self.moved(~chosen)
@@ -160,9 +164,7 @@ class Trial:
         }
 
 
-def moved_instances(
-    rows: Mapping[str, Tensor], dims: Mapping[str, Mapping[str, int]]
-) -> dict[str, Tensor]:
+def moved_instances(rows: Values, dims: Mapping[str, Mapping[str, int]]) -> dict[str, Tensor]:
     """Returns plate -> which of its instances, ``(size,)``, move at some site; ``dims``: of the plates of each site."""
     found: dict[str, Tensor] = {}
     for name, here in rows.items():

@@ -7,18 +7,17 @@ nothing in the rest of p. Maps that fail are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_nami.reading.index_maps.decoding import Key
 from pyro_nami.reading.interventions import Dependencies
 from pyro_nami.reading.probe import ROUNDS, OutOfBudget, Place, Probe
 
 __all__ = ["Nesting", "Route", "routes"]
-
-Key = tuple[str, str]
 
 
 class Route(NamedTuple):
@@ -26,6 +25,11 @@ class Route(NamedTuple):
 
     maps: tuple[Key, ...]
     rows: Tensor
+
+    @property
+    def start(self) -> str:
+        """The plate that it leads from."""
+        return self.maps[0][0]
 
     @property
     def end(self) -> str:
@@ -87,16 +91,14 @@ class Nesting:
     def _contradictions(self) -> set[Key]:
         """The maps on ways that go round in a circle, disagree, or join plates that a site lies in crossed."""
         bad: set[Key] = set()
-        for start in {q for q, _ in self.maps}:
-            ways: dict[str, list[Route]] = {}
-            for route in routes(self.maps, start):
-                ways.setdefault(route.end, []).append(route)
-            for end, found in ways.items():
-                crossed = end == start or any(
-                    {start, end} <= plates for plates in self.probe.plates_of.values()
-                )
-                if crossed or any(not torch.equal(found[0].rows, route.rows) for route in found):
-                    bad |= {key for route in found for key in route.maps}
+        for end in {p for _, p in self.maps}:
+            ways = self._ways_to(end)
+            for start in {route.start for route in ways}:
+                found = [route for route in ways if route.start == start]
+                joined = any({start, end} <= plates for plates in self.probe.plates_of.values())
+                disagree = any(not torch.equal(found[0].rows, route.rows) for route in found)
+                if start == end or joined or disagree:
+                    bad |= _keys_of(found)
         return bad
 
     def _violation(self, plate: str) -> set[Key]:
@@ -136,13 +138,12 @@ class Nesting:
                             return self._responsible(name, plate)
         except (OutOfBudget, KeyError) as error:  # KeyError: the model fails at all these values
             self.finished &= isinstance(error, KeyError)
-            return self._keys({q for q, _ in self.maps}, plate)
+            return _keys_of(self._ways_to(plate))
         return set()
 
     def _inside(self, plate: str) -> dict[str, Tensor]:
         """Returns each plate in this one, itself included, with the instance ``(size,)`` in which each row lies."""
-        ways = (route for q, _ in self.maps for route in routes(self.maps, q))
-        found = {route.maps[0][0]: route.rows for route in ways if route.end == plate}
+        found = {route.start: route.rows for route in self._ways_to(plate)}
         found[plate] = torch.arange(self.probe.sizes[plate])
         return {q: rows.to(self.probe.device) for q, rows in found.items()}
 
@@ -156,14 +157,20 @@ class Nesting:
             if u in places and (plates_of[u] & plates_of[name]).isdisjoint(inside)
         ]
 
-    def _keys(self, inner: Collection[str], plate: str) -> set[Key]:
-        """The maps on all ways from some plates to another."""
-        ways = (route for q in inner for route in routes(self.maps, q))
-        return {key for route in ways if route.end == plate for key in route.maps}
+    def _ways_to(self, plate: str) -> list[Route]:
+        """Returns all ways to a plate."""
+        starts = {q for q, _ in self.maps}
+        return [route for q in starts for route in routes(self.maps, q) if route.end == plate]
 
     def _responsible(self, name: str, plate: str) -> set[Key]:
         """The maps by which a site, or if it lies in the plate itself its parents, come to lie in a plate."""
         plates_of = self.probe.plates_of
         names = [name] if plate not in plates_of[name] else self.parents[name]
         inner = {q for u in names for q in plates_of[u] if plate not in plates_of[u]}
-        return self._keys(inner, plate) or self._keys({q for q, _ in self.maps}, plate)
+        ways = self._ways_to(plate)
+        return _keys_of([route for route in ways if route.start in inner] or ways)
+
+
+def _keys_of(ways: Iterable[Route]) -> set[Key]:
+    """Returns the maps on some ways."""
+    return {key for route in ways for key in route.maps}

@@ -9,17 +9,19 @@ of q all of p.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_nami.program.plate_dims import first_instance
+from pyro_nami.program.runner import Sites, Values
 from pyro_nami.program.site_values import redraw
 from pyro_nami.reading.index_maps.decoding import (
     NONE,
     SEVERAL,
+    Key,
     MapPlan,
     Trial,
     along,
@@ -31,8 +33,6 @@ from pyro_nami.reading.interventions import Dependencies
 from pyro_nami.reading.probe import ROUNDS, OutOfBudget, Probe
 
 __all__ = ["search_maps"]
-
-Key = tuple[str, str]
 
 
 def search_maps(
@@ -82,15 +82,13 @@ class _Search(Nesting):
     def plans(self) -> tuple[MapPlan, ...]:
         """The plans of the maps that are left."""
         dims = {plate: frame.dim for plate, frame in self.probe.plates.items()}
-        plans = {}
+        plans = []
         for p, plan in self.found.items():
             targets = {name: q for name, q in plan.targets.items() if (q, p) in self.maps}
+            plan = plan._replace(targets=targets, dims={q: dims[q] for q in targets.values()})
             if targets:
-                plans[p] = plan._replace(targets=targets)
-        return tuple(
-            plan._replace(dims={q: dims[q] for q in plan.targets.values()})
-            for plan in plans.values()
-        )
+                plans.append(plan)
+        return tuple(plans)
 
     def _find(self, plate: str) -> None:
         inside = [
@@ -141,20 +139,15 @@ class _Search(Nesting):
     def _trial(self, plan: MapPlan) -> Trial:
         """Runs of the model with values of first instances, expanded to the shape of their sites."""
 
-        def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
-            full = {
-                name: value.expand(self.probe.base[name].shape) for name, value in values.items()
-            }
+        base, sites = self.probe.base, self.sites
+
+        def run(values: Values) -> Sites:
+            full = {name: value.expand(base[name].shape) for name, value in values.items()}
             return self.probe.attempt(self.probe.run, full).sites
 
-        held = [
-            name for name in self.sites if name in self.probe.movable and name not in plan.values
-        ]
-        return Trial(
-            run,
-            plan,
-            {name: first_instance(self.probe.base[name], self.sites[name]) for name in held},
-        )
+        held = [name for name in sites if name in self.probe.movable - plan.values.keys()]
+        first = {name: first_instance(base[name], sites[name]) for name in held}
+        return Trial(run, plan, first)
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
         """Two values of a latent's first instance that differ in every element."""
