@@ -94,7 +94,7 @@ class Looks:
 
     Args:
         most: looks kept at calls whose arguments differ in numbers only. If all of them are equal, other numbers do
-            not matter either; with ten times as many, a number that changes in each step costs 80 more runs.
+            not matter either; a number that changes in each step costs so many runs of the model.
 
     Example:
         >>> looks = Looks()

@@ -50,13 +50,14 @@ from pyro_nami.program.program import Program
 
 __all__ = ["Assembled", "assemble"]
 
-# features that a set is encoded as; ten times as many cost more than they give
+# features that a set is encoded as, each an input of networks; ten times as many cost more than they give
 POOLED_FEATURES = 16
-# Operations of a run, from which no forms are tried first. Loops of 100 steps have more; programs of posteriordb have
-# at most 170. An ARMA(1, 1) of 200 steps takes `fit` 1.4 s in place of 8.2, a GARCH(1, 1) 2.5 s in place of 6.3.
+# Operations of a run, from which a small model is searched as a whole before forms are tried. Programs of posteriordb
+# have at most 170; at a tenth of this number some would be searched that have closed forms. Loops of 100 steps have
+# more: searched first, an ARMA(1, 1) of 200 steps takes `fit` 1.4 s in place of 8.2, a GARCH(1, 1) 2.5 in place of 6.3.
 LONG_RUN = 500
-# Steps of a loop from which its states are learned in a guide for any data, though each may have a derived conditional:
-# one by one 25 take 2 s, 50 take 4 and 100 take 13.
+# Steps of a loop from which networks learn its states in a guide for any data, though each state may have a derived
+# conditional. One by one, 25 states take 2 s, 50 take 4 s, and 100 take 13 s; at a tenth, loops of 3 are not exact.
 SHORTEST_LEARNED = 32
 
 

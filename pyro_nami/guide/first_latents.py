@@ -56,15 +56,17 @@ __all__ = [
 ]
 
 # Draws by which a table is compared with the log density: they tell the standard deviation of its error to 9%. Ten
-# times fewer tell it to 28%; ten times more take longer than the table itself.
+# times fewer tell it to 28%; ten times more are more points than a table of one latent has.
 CHECKED_DRAWS = 64
-# numbers searched for: of 200 that takes 5 to 10 s, and leaves 1 to 5 nats where networks begin with hundreds
+# Numbers that are searched for together. For 200 the search takes 5 to 10 s, and leaves 1 to 5 nats where networks
+# begin with hundreds; at a tenth, networks learn what a search finds.
 MOST_NUMBERS = 200
 # Numbers whose mode, and a bent Normal about it, some 40 runs find: few enough where a run is long, and where each
-# point takes many runs, as others have modes of their own. Ten times more numbers take ten times as many runs.
+# point takes many runs, as others have modes of their own. More numbers take more of these runs.
 FEW_NUMBERS = 12
-# nats that a grid may be off by, where a search for a mode fails, as at a time of change (networks are off by dozens),
-# or where data are so large beside their noise that single precision tells no better
+# Nats by which the log density of a grid may be off, where a search for a mode fails, as at a time of change, or where
+# data are so large beside their noise that single precision tells no better. Networks are off by dozens there, so ten
+# times more would leave little of what a grid gains.
 MOST_ROUGH = 1.0
 
 
