@@ -152,15 +152,7 @@ def first_call(
     with untouched(model):
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
-        found = extract(
-            model,
-            program.args,
-            program.kwargs,
-            observed=options.observed,
-            init=lambda site: nodes[site["name"]]["value"],
-            lifted=lifted,
-            learned=learned,
-        )
+        found = _extracted(program, options, nodes, lifted, learned)
         program = program._replace(loops=found.loops)
         is_derived = found.loops and not found.loops.is_learned
         draws = program.prior_draws(FEWEST_DRAWS if is_derived else MANY_DRAWS)
@@ -200,6 +192,21 @@ def _started(program: Program, options: Options, first: poutine.Trace) -> poutin
     if options.init_loc_fn is None and not options.observed:
         return likely_start(program, first, options.init_scale)
     return first
+
+
+def _extracted(
+    program: Program, options: Options, nodes: Sites, lifted: bool, learned: bool
+) -> Extraction:
+    """Returns the network of a program, as the options have it, given its sites at initial values."""
+    return extract(
+        program.model,
+        program.args,
+        program.kwargs,
+        observed=options.observed,
+        init=lambda site: nodes[site["name"]]["value"],
+        lifted=lifted,
+        learned=learned,
+    )
 
 
 def _moved_by(layers: Sequence[nn.Module], program: Program, nodes: Sites) -> frozenset[str]:
