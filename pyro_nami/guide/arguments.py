@@ -18,9 +18,6 @@ __all__ = ["Arguments", "Cache", "Look", "Looks", "is_array"]
 
 T = TypeVar("T")
 
-# looks kept at calls whose arguments differ in numbers only; where all are equal, other numbers do not matter either
-LOOKS = 8
-
 
 class Arguments:
     """The arguments of one call at the time of the call.
@@ -53,7 +50,7 @@ class Arguments:
 
 
 class Cache:
-    """Results by name, each kept for as long as what it was made from is the same. Copies of a cache are empty.
+    """Results by name, each kept while the values it was made from stay the same. Copies of a cache are empty.
 
     Example:
         >>> cache, x = Cache(), torch.ones(2)
@@ -95,6 +92,10 @@ class Look(NamedTuple):
 class Looks:
     """Table of `Look` by the kind of a call's arguments: types, shapes, numbers and strings, not values in tensors.
 
+    Args:
+        most: looks kept at calls whose arguments differ in numbers only. If all of them are equal, other numbers do
+            not matter either; a number that changes in each step costs so many runs of the model.
+
     Example:
         >>> looks = Looks()
         >>> looks.known([torch.zeros(3)])
@@ -103,23 +104,23 @@ class Looks:
         ({'y': 0}, None)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, most: int = 8) -> None:
+        self._most = most
         self._table: dict[Hashable, dict[Hashable, Look]] = {}
-        self._latest: tuple[Hashable, Hashable] | None = (
-            None  # kind of arguments, and their numbers
-        )
+        # kind of the latest arguments, and their numbers
+        self._latest: tuple[Hashable, Hashable] | None = None
 
     def known(self, leaves: Sequence[Any]) -> Look | None:
         """Returns the `Look` at arguments of this kind; in a trace, of the kind asked for last; None if there is none.
 
-        Sites of a run at other numbers may be others, and what it observes too. Where many numbers did not matter,
-        others will not either.
+        A run with other numbers may have other sites and other data. If the looks at many numbers agree, further
+        numbers are taken not to matter.
         """
         if self._latest is None or not torch.jit.is_tracing():
             self._latest = _kind_of(leaves)
         kind, numbers = self._latest
         table = self._table.setdefault(kind, {})
-        if numbers in table or len(table) < LOOKS:
+        if numbers in table or len(table) < self._most:
             return table.get(numbers)
         first, *others = table.values()
         return None if first.varying or any(other != first for other in others) else first
@@ -130,12 +131,12 @@ class Looks:
         kind, numbers = self._latest
         table = self._table[kind]
         table[numbers] = look
-        if len(table) > LOOKS:
+        if len(table) > self._most:
             del table[next(iter(table))]
 
 
 def _kind_of(leaves: Sequence[Any]) -> tuple[Hashable, Hashable]:
-    """Returns what runs on arguments have in common, and the numbers and objects among the arguments."""
+    """Returns the types, shapes, flags and strings of arguments, and apart from them the numbers and objects."""
     kind: list[Any] = []
     rest: list[Hashable] = []
     for leaf in leaves:
@@ -165,7 +166,7 @@ def _stamp(leaf: Any) -> Any:
 
 
 def _same(old: Any, stamp: Any, new: Any) -> bool:
-    if stamp is not None or isinstance(new, Tensor) or is_array(new):
+    if stamp is not None or is_array(new):
         return (old is new or not isinstance(new, Tensor)) and stamp == _stamp(new)
     try:
         return old is new or bool(old == new)
@@ -174,10 +175,8 @@ def _same(old: Any, stamp: Any, new: Any) -> bool:
 
 
 def _equal(kept: Tensor | None, new: Any) -> bool:
-    if (
-        kept is None
-        or not isinstance(new, Tensor)
-        or (kept.shape, kept.dtype) != (new.shape, new.dtype)
-    ):
+    """Whether a tensor is like the copy that was kept, if one was, and has its values; NaN equals NaN."""
+    if kept is None or not isinstance(new, Tensor):
         return False
-    return kept.device == new.device and bool(((kept == new) | (kept != kept) & (new != new)).all())
+    is_like = kept.shape == new.shape and kept.dtype == new.dtype and kept.device == new.device
+    return is_like and torch.allclose(kept, new, rtol=0, atol=0, equal_nan=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -18,7 +19,7 @@ from pyro_nami.guide.call import Call, Derived
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.draw import start_pass
 from pyro_nami.guide.first_call import FirstCall, first_call
-from pyro_nami.guide.first_latents import check_first, log_modes
+from pyro_nami.guide.first_latents import FEW_NUMBERS, check_first, log_modes
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
@@ -44,28 +45,24 @@ from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.parameters.series import SeriesNetwork
 from pyro_nami.program.isolation import random_layers, untouched
 from pyro_nami.program.masks import log_density_of
-from pyro_nami.program.plate_dims import own_dims
+from pyro_nami.program.plate_dims import frames_of, own_dims
 from pyro_nami.program.program import Program
 
 __all__ = ["Assembled", "assemble"]
 
-# features that a set is encoded as, and units of the encoder's hidden layer; ten times as many cost more than they give
+# features that a set is encoded as, each an input of networks; ten times as many cost more than they give
 POOLED_FEATURES = 16
-# bound on a factor's first scale, in units of its prior's; a wider one makes the first losses of SVI large
-WIDEST_START = 2.0
-# instances from which an observed site is standardized by its own data; fewer have no spread to speak of
-ENOUGH_ROWS = 5
-# Operations of a run, from which no forms are tried first. Loops of 100 steps have more; programs of posteriordb have
-# at most 170. An ARMA(1, 1) of 200 steps takes `fit` 1.4 s in place of 8.2, a GARCH(1, 1) 2.5 s in place of 6.3.
+# Operations of a run, from which a small model is searched as a whole before forms are tried. Programs of posteriordb
+# have at most 170; at a tenth of this number some would be searched that have closed forms. Loops of 100 steps have
+# more: searched first, an ARMA(1, 1) of 200 steps takes `fit` 1.4 s in place of 8.2, a GARCH(1, 1) 2.5 in place of 6.3.
 LONG_RUN = 500
-# Steps of a loop from which its states are learned in a guide for any data, though each may have a derived conditional:
-# one by one 25 take 2 s, 50 take 4 and 100 take 13.
+# Steps of a loop from which networks learn its states in a guide for any data, though each state may have a derived
+# conditional. One by one, 25 states take 2 s, 50 take 4 s, and 100 take 13 s; at a tenth, loops of 3 are not exact.
 SHORTEST_LEARNED = 32
-FEW_NUMBERS = 12  # of a model whose mode, and a bent Normal about it, some 40 runs find
 
 
 class Assembled(NamedTuple):
-    """What a guide is made of.
+    """The parts of a guide.
 
     Attributes:
         plan: the plan.
@@ -87,40 +84,27 @@ def assemble(
     options: Options,
     subsampled: Collection[str],
 ) -> Assembled:
-    """Returns what a guide is made of, from one call; see `first_call`."""
+    """Returns the parts of a guide, from its first call; see `first_call`."""
     layers = random_layers(model, *args, *kwargs.values())
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         program = Program(model, args, kwargs)
-        learned = _may_learn_loops(options)
-        lifted = learned or _may_lift(options)
-        first = first_call(program, options, subsampled, layers, lifted=lifted, learned=learned)
-        if first.program.loops.is_learned:
-            series = first
-            (states,) = series.program.loops.states.values()
-            is_short = options.exact and len(states.sites) < SHORTEST_LEARNED
-            if is_short:
-                first = first_call(program, options, subsampled, layers, lifted=False)
-            if not (is_short and _has_forms(first, states.sites)):
-                if found := _of_series(series):
-                    return found
-                first = first_call(program, options, subsampled, layers, lifted=False)
-        found = _found(first)
+        read = functools.partial(first_call, program, options, subsampled, layers)
+        site_by_site = functools.cache(functools.partial(read, lifted=False))
+        lifted, learned = _loops_held(options)
+        first = read(lifted=lifted, learned=learned)
+        is_series = first.program.loops.is_learned
+        found = _of_series(first, site_by_site) if is_series else _found(first)
         if found is None:
-            first = first_call(program, options, subsampled, layers, lifted=False)
+            first, is_series = site_by_site(), False
             found = _found(first)
         assert found is not None
-        if found.plan.sampling.lost and (mapped := first.mapped()):
-            further = _found(mapped)
-            # else steps are faster without
-            if further and further.plan.num_underived < found.plan.num_underived:
-                found = further
-        log_modes(
-            {
-                group: found.tables[group]
-                for group in found.plan.groups.values()
-                if group in found.tables
-            }
-        )
+        if is_series:
+            return found
+        mapped = first.mapped() if found.plan.sampling.lost else None
+        further = None if mapped is None else _found(mapped)
+        # steps are faster without vmap, where it derives no more
+        found = min(found, further or found, key=_num_underived)
+        log_modes(found.tables)
         for name, reason in found.plan.sampling.doubts.items():
             warn(
                 f"The prior of '{name}' is improper, and there may be no posterior: {reason}. That is so where there "
@@ -130,41 +114,37 @@ def assemble(
         return found
 
 
-def _has_forms(first: FirstCall, names: Collection[str]) -> bool:
-    """Whether latents of the model have derived conditionals."""
-    return search_forms(first, {}, {}).order.groups.keys() >= set(names)
+def _loops_held(options: Options) -> tuple[bool, bool]:
+    """Returns whether the sites of a loop may be held as one, and whether networks may say what its states are.
 
-
-def _may_lift(options: Options) -> bool:
-    """Whether the sites of a loop may be held as one: by default options, in a guide for one data set."""
-    is_fixed = options.mode in (None, Mode.FIXED)
-    named = options.observed or options.families
-    return is_fixed and _is_plain(options) and options.exact and not named
-
-
-def _is_plain(options: Options) -> bool:
-    """Whether a guide has default options, as far as they say how latents depend on each other."""
-    is_free = options.inverse == "auto" and options.blocks is None
-    named = options.embeddings or options.rules
-    return is_free and options.anchor and not named
-
-
-def _may_learn_loops(options: Options) -> bool:
-    """Whether networks may say what the states of a loop are: in a guide for data that differ from call to call."""
-    is_named = isinstance(options.families or {}, Mapping)  # and may be those of other latents
-    return options.mode not in (None, Mode.FIXED) and _is_plain(options) and is_named
-
-
-def _of_series(first: FirstCall) -> Assembled | None:
-    """Returns what a guide is made of that learns the states of a loop of any length.
-
-    It is None where these read what its networks cannot, or where states of minibatches are of no minibatch alone.
+    Both need default options as far as they say how latents depend on each other. Networks serve data that differ from
+    call to call.
     """
-    (states,) = first.program.loops.states
-    if set(first.options.families or ()).intersection(first.program.loops.names_of([states])):
+    is_free = options.inverse == "auto" and options.blocks is None and options.anchor
+    if not is_free or options.embeddings or options.rules:
+        return False, False
+    if options.mode in (None, Mode.FIXED):
+        named = options.observed or options.families
+        return options.exact and not named, False
+    learned = isinstance(options.families or {}, Mapping)  # and may be those of other latents
+    return learned, learned
+
+
+def _of_series(first: FirstCall, site_by_site: Callable[[], FirstCall]) -> Assembled | None:
+    """Returns the parts of a guide that learns the states of a loop of any length, or None.
+
+    It is None where these read what its networks cannot, where states of minibatches are of no minibatch alone, and
+    where a loop is short and its states have derived conditionals one by one.
+    """
+    (states,) = first.program.loops.states.values()
+    if set(first.options.families or ()).intersection(states.sites):
         return None
-    if not first.options.simulated and first.plates.partial.isdisjoint(first.frames[states]):
+    if not first.options.simulated and first.plates.partial.isdisjoint(first.frames[states.name]):
         return None
+    if first.options.exact and len(states.sites) < SHORTEST_LEARNED:
+        derived = search_forms(site_by_site(), {}, {}).order.groups
+        if derived.keys() >= set(states.sites):
+            return None
     if reads_inputs(first):
         return None
     try:
@@ -192,6 +172,10 @@ def _found_in_loops(first: FirstCall) -> Assembled | None:
     return found
 
 
+def _num_underived(found: Assembled) -> tuple[int, int]:
+    return found.plan.num_underived
+
+
 def _found(first: FirstCall) -> Assembled | None:
     """Returns the plan that leaves fewest latents to be learned, whose first latents are checked, and its networks.
 
@@ -202,27 +186,21 @@ def _found(first: FirstCall) -> Assembled | None:
     """
     if first.program.loops:
         return _found_in_loops(first)
-    ways: list[Mapping[str, str]] = [{}]
-    if _is_small(first):
-        count = _num_operations(first)
-        reason = (
-            f"its model has few numbers, and a run takes {count:,} operations: no form is tried"
-        )
-        ways.append(dict.fromkeys(first.net.latent, reason))
-        if count > LONG_RUN:
-            ways.reverse()
-    best = _found_beside(first, ways[0])
-    for skipped in ways[1:]:
-        if best.plan.num_underived[0]:
-            best = min(
-                best, _found_beside(first, skipped), key=lambda each: each.plan.num_underived
-            )
-    return best
+    if not _is_small(first):
+        return _found_beside(first, {})
+    count = _num_operations(first)
+    reason = f"its model has few numbers, and a run takes {count:,} operations: no form is tried"
+    skipped = dict.fromkeys(first.net.latent, reason)
+    ways = [skipped, {}] if count > LONG_RUN else [{}, skipped]
+    found = _found_beside(first, ways[0])
+    if not found.plan.num_underived[0]:
+        return found
+    return min(found, _found_beside(first, ways[1]), key=_num_underived)
 
 
 def _is_small(first: FirstCall) -> bool:
     """Whether draws are weighted, and the latents are few numbers, all real: some dozens of runs find their mode."""
-    values = [first.nodes[name]["value"] for name in first.net.latent if name in first.nodes]
+    values = [first.nodes[name]["value"] for name in first.latents]
     numbers = sum(value.numel() for value in values)
     is_real = all(value.is_floating_point() for value in values)
     return first.options.is_weighted and is_real and numbers <= FEW_NUMBERS
@@ -230,8 +208,7 @@ def _is_small(first: FirstCall) -> bool:
 
 def _num_operations(first: FirstCall) -> int:
     """Returns how many operations have gradients in a run of the model."""
-    latents = [name for name in first.net.latent if name in first.nodes]
-    values = {name: first.nodes[name]["value"].detach().clone() for name in latents}
+    values = {name: first.nodes[name]["value"].detach().clone() for name in first.latents}
     with torch.enable_grad():
         sites = first.run({name: value.requires_grad_() for name, value in values.items()})
         densities = [log_density_of(sites[name]) for name in first.data if name in sites]
@@ -241,7 +218,7 @@ def _num_operations(first: FirstCall) -> int:
 def _found_beside(
     first: FirstCall, skipped: Mapping[str, str], search: Search | None = None
 ) -> Assembled:
-    """Returns a plan, whose first latents are checked, and its networks.
+    """Returns a plan and its networks, after a check of the latents that come first.
 
     Args:
         first: the first call.
@@ -264,7 +241,7 @@ def _found_beside(
 
 
 def _first_pass(first: FirstCall, plan: Plan, network: InverseNetwork) -> Pass:
-    """Returns a pass over the latents of a call with the first call's data, of which nothing is known yet."""
+    """Returns a pass over the latents for the first call's data, before any latent has a value."""
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     drawn = first.draws[0] if first.draws else {}
     observed = first.program.loops.wholes_of(first.options.observed)
@@ -292,18 +269,13 @@ def _planned(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwo
 
 def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
     options = first.options
-
-    def encoder(size: int) -> nn.Module:
-        activation = options.activation or nn.functional.silu
-        return make_encoder(
-            options.pooling,
-            size,
-            POOLED_FEATURES,
-            (POOLED_FEATURES,),
-            activation=activation,
-            **plan.factory,
-        )
-
+    encoder = functools.partial(
+        make_encoder,
+        options.pooling,
+        num_outputs=POOLED_FEATURES,
+        activation=options.activation or nn.functional.silu,
+        **plan.factory,
+    )
     varying = options.mode is None and bool(plan.semi_observed)
     standard = _standard(first, plan)
     series = None if plan.series is None else _series(first, plan, standard)
@@ -336,17 +308,15 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
     if not (network.simulated or varying):
         network.set_offsets(_offset_plates(first, network))
     bounds = {factor.name: initial_bounds(first, child) for child, factor in plan.bounds.items()}
-    network.starts = [{**initial, **dict(zip(bounds, each))} for each in zip(*bounds.values())] or [
-        initial
-    ]
-    network.set_initial(network.starts[0])
+    network.starts = [{**initial, **dict(zip(bounds, each))} for each in zip(*bounds.values())]
+    network.set_initial(network.starts[0] if bounds else initial)
     return network
 
 
 def _series(
     first: FirstCall, plan: Plan, standard: dict[Hashable, tuple[Tensor, Tensor]]
 ) -> SeriesNetwork:
-    """Returns the networks of a series; adds how its summary is standardized, if some factor reads that."""
+    """Returns the networks of a series. If a factor reads its summary, adds the summary's scale to ``standard``."""
     assert plan.series is not None
     summarized = plan.series.data[0]
     sources = [source for rule in plan.learned.values() for source in rule.factor.sources]
@@ -374,8 +344,8 @@ def _positions(plan: Plan) -> list[Hashable]:
 def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> tuple[Tensor, Tensor]:
     """Returns raw parameters ``(elements, raw)``, and scales of the anchor ``(elements,)``, at the initial value.
 
-    They are averaged over batch plates. Scales are ones if there is no anchor, and at least those of which the factor's
-    own first scale is the widest multiple, so that steps fit that.
+    They are averaged over batch plates. A factor is no wider than its prior at first, as first losses of SVI would be
+    large. Scales are ones if there is no anchor, and at least the factor's own first scale, so that steps fit that.
     """
     site, scale, family = first.nodes[rule.name], first.options.init_scale, rule.family
     factor, value = network.places[rule.name].factor, site["value"]
@@ -386,9 +356,8 @@ def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> tuple[
     elif rule.expert:
         raw = initial_expert(family, value, scale, anchor)
     else:
-        raw = family.initial(value, (WIDEST_START * anchor[..., 1]).clamp(max=scale), anchor)
-        own = _averaged(first, anchor.log(), factor)[:, 1].exp()
-        unit = own.clamp(min=scale / WIDEST_START)
+        raw = family.initial(value, anchor[..., 1].clamp(max=scale), anchor)
+        unit = _averaged(first, anchor.log(), factor)[:, 1].exp().clamp(min=scale)
     raw = _averaged(first, raw, factor)
     if not factor.pseudo:
         return raw, unit
@@ -411,11 +380,10 @@ def _offset_plates(
             continue
         # of a bound's parameters, that of the child
         site = first.nodes[name if name in first.nodes else name[1]]
-        frames = [frame for frame in site["cond_indep_stack"] if frame.name in factor.batch]
         plates = {
             frame.name: (frame.dim, frame.full_size or frame.size)
-            for frame in frames
-            if frame.vectorized
+            for frame in frames_of(site)
+            if frame.name in factor.batch
         }
         if plates and math.prod(size for _, size in plates.values()) <= first.options.max_offsets:
             found[name] = plates
@@ -443,18 +411,24 @@ def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tens
             standard[name] = torch.zeros(width, **plan.factory), torch.ones(width, **plan.factory)
         else:
             standard[name] = _site_standard(first, plan, name)
-    values = covariate_values(
-        plan.covariates,
-        first.program,
-        first.run,
-    )
+    values = covariate_values(plan.covariates, first.program, first.run)
     for name, chosen in plan.columns.items():
         rows = values[name].reshape(-1, len(chosen))
         standard[covariates_of(name)] = _standardization(rows, plan.factory)
     return standard
 
 
-def _site_standard(first: FirstCall, plan: Plan, name: str) -> tuple[Tensor, Tensor]:
+def _site_standard(
+    first: FirstCall, plan: Plan, name: str, *, enough_rows: int = 5
+) -> tuple[Tensor, Tensor]:
+    """Returns shift and scale of one site's features.
+
+    Args:
+        first, plan: the first call and its plan.
+        name: of the site.
+        enough_rows: instances from which an observed site is standardized by its own data. Fewer have no spread to
+            speak of: draws from the prior stand in.
+    """
     site = first.nodes[name]
 
     def rows(value: Tensor) -> Tensor:
@@ -465,7 +439,7 @@ def _site_standard(first: FirstCall, plan: Plan, name: str) -> tuple[Tensor, Ten
         seen = here[mask.expand(site["fn"].batch_shape).reshape(-1)]
         here = seen if len(seen) else torch.zeros_like(here)
     drawn = [rows(draw[name]) for draw in first.draws if name in draw]
-    plenty = site["is_observed"] and len(here) >= ENOUGH_ROWS
+    plenty = site["is_observed"] and len(here) >= enough_rows
     return _standardization(here if plenty or not drawn else torch.cat(drawn), plan.factory)
 
 
@@ -476,7 +450,7 @@ def _standardization(rows: Tensor, factory: Mapping[str, Any]) -> tuple[Tensor, 
     spread = torch.ones_like(center)
     if len(rows) > 1:
         center, spread = center_and_spread(rows)
-    usable = spread.isfinite() & (spread > 1e-6 * center.abs()) & (spread > 0)
+    usable = spread.isfinite() & (spread > 1e-6 * center.abs())
     left = ((rows == 0) | (rows == 1)).all(0)
     scale = torch.where(usable & ~left, 1 / spread, torch.ones_like(spread))
     return torch.where(left | ~center.isfinite(), torch.zeros_like(center), -center * scale), scale
@@ -489,8 +463,7 @@ def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:
     is seen: where a noisy-OR is present. Where others are most, the former are too large; where few are, the latter are
     too sure. It warns of data that the model cannot give at any of some draws of its latents.
     """
-    latents = [name for name in first.net.latent if name in first.nodes]
-    draws = [{name: draw[name] for name in latents if name in draw} for draw in first.draws]
+    draws = [{name: draw[name] for name in first.latents if name in draw} for draw in first.draws]
     runs = [first.run(draw)[child] for draw in draws] or [first.nodes[child]]
     value = runs[0]["value"]
     bound = bound_for(runs[0]["fn"])

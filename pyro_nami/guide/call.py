@@ -18,6 +18,7 @@ from pyro_nami.messages import quoted
 from pyro_nami.parameters.inputs import IndexMaps
 from pyro_nami.program.first_run import is_latent, is_passing
 from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner, Sites, Values
 from pyro_nami.program.surroundings import Surroundings
@@ -56,15 +57,15 @@ class TrainedAnswer(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the conditionals of a group were found to be, kept for other calls with the same data.
+    """The conditionals of a group, kept for later calls with the same data.
 
     Attributes:
-        arguments: all that they were found from.
+        arguments: the arguments and data that they were derived from.
         conditionals: None if they depend on the model's parameters.
-        sites: of the members, at a run in the surroundings.
-        surroundings: what the model read there besides its arguments; None if that is not known.
-        near: the Normal about a mode that they were found from, if they were.
-        values, height: of a group that comes first, two draws of all latents, and their log density with the data, in
+        sites: the members' sites in a run of the model.
+        surroundings: what the model read in that run besides its arguments; None if that is not known.
+        near: the Normal about a mode from which they were derived, if any.
+        values, height: for a group that comes first, two draws of all latents, and the log density of draws and data in
             nats.
     """
 
@@ -85,7 +86,7 @@ class Derived(NamedTuple):
     """Results that earlier calls derived from data.
 
     Attributes:
-        constants: of exact conditionals at the data of training; None where the call has other data.
+        constants: exact conditionals at the training data; None where the call has other data.
         tables: group that comes first -> what was found for the latest call, `Kept`.
         starts: group -> the warm starts of its mode search, `Starts`.
         is_fixed: whether the data of training stay, whatever arguments later calls have.
@@ -120,19 +121,22 @@ class Call(NamedTuple):
     maps: IndexMaps = IndexMaps({}, {})
     # observed sites whose values move with the model's parameters
     moving: frozenset[str] = frozenset()
-    # loop of any length -> which elements of its states, or steps of its data, the model counts; None stands for all
-    counted: Values = {}
     derived: Derived = Derived(None, {}, {})
     target: TrainedAnswer = TrainedAnswer()
 
     @property
+    def counted(self) -> Values:
+        """Loop of any length -> which elements of its states, or steps of its data, the model counts, if not all."""
+        return {name: site["counted"] for name, site in self.sites.items() if "counted" in site}
+
+    @property
     def leaves(self) -> list[Any]:
-        """All that the arguments hold, and the instances of subsampled plates."""
+        """The leaves of the arguments, and the instances of subsampled plates."""
         return [*self.program.leaves(), *self.indices.values()]
 
     @property
     def sources(self) -> list[Any]:
-        """What the results of this call are derived from: the contents of its arguments, and the observed values."""
+        """The sources of results of this call: the leaves of its arguments, and the observed values."""
         known = {**self.held, **self.values}
         return [*self.program.leaves(), *(known[name] for name in sorted(known))]
 
@@ -164,27 +168,20 @@ def target_of(call: Any, before: Sites, now: Sites, plan: Plan) -> TrainedAnswer
     """Returns how a call with sites ``now`` differs from the call that answers it, with sites ``before``."""
     latents = [name for name in plan.rules if name in before and not before[name]["is_observed"]]
     open_sites = {name for name in now if is_latent(now[name]) and not is_passing(now[name])}
-    other = [
-        name
-        for name in latents
-        if name in open_sites
-        and (_plates(now, (name,)), _event(now, name))
-        != (_plates(before, (name,)), _event(before, name))
-    ]
-    barren = [name for name in latents if isinstance(plan.rules[name], Prior)]
-    own = {*other, *barren}
-    hidden = frozenset(name for name in latents if name not in open_sites or name in own)
-    fresh = tuple(
-        name for name in now if name in open_sites and (name in own or name not in plan.names)
-    )
+    shared = [name for name in latents if name in open_sites]
+    other = {name for name in shared if _sizes(now, name) != _sizes(before, name)}
+    barren = {name for name in latents if isinstance(plan.rules[name], Prior)}
+    hidden = frozenset({*latents} - open_sites | other | barren)
+    new = open_sites - plan.names | open_sites & (other | barren)
+    fresh = tuple(name for name in now if name in new)
     untold = tuple(name for name in fresh if name not in barren)
-    loops = [name for name in plan.loops.states if name in now]
-    absent = {site for name in loops for site in plan.loops.states[name].sites}
-    absent.difference_update(*(now[name]["part"].sites for name in loops))
+    absent = set[str]()
+    for name, held in plan.loops.states.items():
+        if name in now:
+            absent.update(set(held.sites).difference(now[name]["part"].sites))
     notice = _notice(untold, before, now)
-    return TrainedAnswer(
-        call, hidden, _read_by_others(plan, hidden), fresh, notice, frozenset(absent)
-    )
+    private = _read_by_others(plan, hidden)
+    return TrainedAnswer(call, hidden, private, fresh, notice, frozenset(absent))
 
 
 def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
@@ -193,9 +190,7 @@ def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
     while left:
         name = left.pop()
         needed = plan.groups[name].needed if name in plan.groups else ()
-        reads = {*plan.inverse.parents.get(name, ()), *needed}.intersection(hidden).difference(
-            found
-        )
+        reads = {*plan.inverse.parents.get(name, ()), *needed}.intersection(hidden) - found
         found |= reads
         left += reads
     return frozenset(found)
@@ -222,19 +217,19 @@ def reference_values(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _event(sites: Sites, name: str) -> torch.Size:
-    """Returns the event shape of a site; of a loop, whose length may differ, none."""
+def _sizes(sites: Sites, name: str) -> tuple[dict[str, int], torch.Size]:
+    """Returns the plates around a site, and its event shape; none of a loop, whose length may differ."""
     site = sites[name]
-    return torch.Size() if "part" in site else site["fn"].event_shape
+    return _plates(sites, (name,)), torch.Size() if "part" in site else site["fn"].event_shape
 
 
 def _notice(fresh: tuple[str, ...], before: Sites, now: Sites) -> str:
     if not fresh:
         return ""
-    sizes, trained = _plates(now, fresh), _plates(before, fresh)
+    trained = _plates(before, fresh)
     others = [
         f"plate '{plate}' has {size} instances, {trained[plate]} in training"
-        for plate, size in sizes.items()
+        for plate, size in _plates(now, fresh).items()
         if trained.get(plate, size) != size
     ]
     reason = f" ({'; '.join(others)})" if others else ""
@@ -247,5 +242,5 @@ def _notice(fresh: tuple[str, ...], before: Sites, now: Sites) -> str:
 
 def _plates(sites: Sites, names: tuple[str, ...]) -> dict[str, int]:
     """Returns the plates around some sites, with their full sizes."""
-    frames = [frame for name in names if name in sites for frame in sites[name]["cond_indep_stack"]]
-    return {frame.name: frame.full_size or frame.size for frame in frames if frame.vectorized}
+    frames = [frame for name in names if name in sites for frame in frames_of(sites[name])]
+    return {frame.name: frame.full_size or frame.size for frame in frames}

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pyro_nami.guide.first_call import FirstCall
@@ -21,11 +21,14 @@ from pyro_nami.reading.covariates import Column, ColumnSearch, columns_of
 
 __all__ = ["covariate_values", "find_covariates"]
 
-_MOST_COVARIATES = 64
 
+def find_covariates(first: FirstCall, *, most: int = 64) -> Covariates:
+    """Returns the covariate columns of every site in a plate, and the reference draws that they are found at.
 
-def find_covariates(first: FirstCall) -> Covariates:
-    """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""
+    Args:
+        first: the first call.
+        most: covariates of a site, and runs of the model that look for them; each covariate is an input of networks.
+    """
     loops = first.program.loops
     whole = {held.name for held in loops.parts} if loops.is_learned else set()
     sites = [
@@ -35,12 +38,12 @@ def find_covariates(first: FirstCall) -> Covariates:
     ]
     if not sites or not first.draws:
         return Covariates()
-    searches, references = _search(first, sites)
-    full = [name for name, search in searches.items() if len(search.columns) >= _MOST_COVARIATES]
-    if full:
+    searches, references = _search(first, sites, most)
+    full = [name for name, search in searches.items() if len(search.columns) >= most]
+    for name in full[:1]:
         warn(
-            f"Site '{full[0]}' differs between the instances of its plate in {_MOST_COVARIATES} covariates at "
-            "least, and factors read no others."
+            f"Site '{name}' differs between the instances of its plate in {most} covariates at least, and factors read "
+            "no others."
         )
     columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
     used = {
@@ -50,18 +53,23 @@ def find_covariates(first: FirstCall) -> Covariates:
 
 
 def _search(
-    first: FirstCall, sites: Collection[str]
+    first: FirstCall, sites: Collection[str], most: int
 ) -> tuple[dict[str, ColumnSearch], list[Values]]:
     """Returns site -> its finished search for covariates, and the draws of latents that the searches used."""
-    searches = {name: ColumnSearch(_MOST_COVARIATES) for name in sites}
+    searches = {name: ColumnSearch(most) for name in sites}
     explained: dict[str, ColumnSearch] = {}
     references: list[Values] = []
     draws = list(first.draws)
-    for _ in range(_MOST_COVARIATES):
+    for _ in range(most):
         draws = draws or first.program.prior_draws(MANY_DRAWS)
         if not draws:
             break
-        draw = _first_instances(first, draws.pop(0))
+        values = draws.pop(0)
+        draw = {
+            name: first_instance(values[name], first.nodes[name])
+            for name in first.net.sites
+            if name in first.nodes
+        }
         try:
             run = first.run(draw)
         except Exception:  # noqa: BLE001  a model may fail where all instances are alike
@@ -81,21 +89,13 @@ def _search(
 
 
 def _explained(first: FirstCall, name: str, search: ColumnSearch) -> bool:
-    """Whether arguments of the model hold all covariates of a site, so that its search can end."""
+    """Whether the model's arguments hold all covariates of a site, so that its search can end."""
     if len(first.frames[name]) != 1 or first.frames[name] & first.plates.partial:
         return False
     (plate,) = first.frames[name]
     return search.explain(
         first.program.leaves(), first.plates.sizes[plate], first.plates.dims[plate]
     )
-
-
-def _first_instances(first: FirstCall, values: Mapping[str, Any]) -> Values:
-    return {
-        name: first_instance(values[name], first.nodes[name])
-        for name in first.net.sites
-        if name in first.nodes
-    }
 
 
 def covariate_values(
@@ -108,7 +108,7 @@ def covariate_values(
 
     ``run`` runs the program at a reference draw.
     """
-    sites_at = functools.lru_cache(None)(lambda number: run(covariates.references[number]))
+    sites_at = functools.cache(lambda number: run(covariates.references[number]))
     leaves = program.leaves()
 
     def at_draw(name: str, number: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,6 +15,7 @@ from pyro_nami.guide.call import Reading
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.initial_values import near_origin
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.runner import Sites
 
 __all__ = ["exchangeable_plates"]
@@ -39,32 +41,22 @@ def exchangeable_plates(before: Reading, now: Reading, names: Collection[str]) -
             sites = now.sites({}, choose=_reference)
         except Exception:  # noqa: BLE001  whatever a model does near the origin
             return frozenset()
-        frames = {
-            frame.name: frame
-            for name in names
-            if name in sites
-            for frame in sites[name]["cond_indep_stack"]
-        }
-        found = {
-            plate: frame
+        stacks = [frames_of(sites[name]) for name in names if name in sites]
+        frames = {frame.name: frame for frame in itertools.chain(*stacks)}
+        sizes = {
+            plate: frame.size
             for plate, frame in frames.items()
-            if frame.vectorized and _may_be_of(frame, before, now, sites)
+            if _may_be_of(frame, before, now, sites)
         }
-    shapes = [value.shape for value in _differing(before, now) if value.dim()]
-    whole = {plate for plate in found if all(found[plate].size in shape for shape in shapes)}
-    return frozenset(whole or found)
-
-
-def _differing(before: Reading, now: Reading) -> list[Tensor]:
-    """Returns the tensors of a call that differ from those of another one."""
-    found: list[Tensor] = []
+    shapes: list[torch.Size] = []
 
     def collect(value: Tensor) -> Tensor:
-        found.append(value)
+        shapes.extend([value.shape] if value.dim() else [])
         return value
 
     _changed(before, now, collect)
-    return found
+    whole = {plate for plate, size in sizes.items() if all(size in shape for shape in shapes)}
+    return frozenset(whole or sizes)
 
 
 def _reference(site: Any) -> Tensor | None:
@@ -107,7 +99,7 @@ def _along(value: Any, site: Any, frame: Any, event_dim: int | None = None) -> A
 
 
 def _changed(before: Reading, now: Reading, change: Callable[[Tensor], Tensor]) -> Reading:
-    """Returns the data with ``change(value)`` in place of each tensor that differs from the one of ``before``."""
+    """Returns the data with ``change(value)`` in place of each tensor that differs from that in ``before``."""
 
     def changed(old: Any, value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(old, Tensor) and torch.equal(old, value):

@@ -61,6 +61,11 @@ class FirstCall(NamedTuple):
     apart: frozenset[str] = frozenset()
 
     @property
+    def latents(self) -> list[str]:
+        """The latents that the run has."""
+        return [name for name in self.net.latent if name in self.nodes]
+
+    @property
     def data(self) -> list[str]:
         """The observed sites."""
         return [name for name in self.net.observed if name in self.nodes]
@@ -83,9 +88,7 @@ class FirstCall(NamedTuple):
 
     def read_where_masked(self) -> frozenset[str]:
         """Returns the latents that something reads where the model masks their density; by runs of the model."""
-        latents = [
-            name for name in self.net.latent if name in self.nodes and is_latent(self.nodes[name])
-        ]
+        latents = [name for name in self.latents if is_latent(self.nodes[name])]
         with forked_rng():
             return read_where_masked(self.nodes, latents, self.run)
 
@@ -182,7 +185,7 @@ def first_call(
 
 
 def _started(program: Program, options: Options, first: poutine.Trace) -> poutine.Trace:
-    """Returns the trace of a run at initial values that data choose, given one near the origin, where options let them.
+    """Returns the trace of a run at initial values chosen by the data, if options allow that; else the trace given.
 
     Of loops as a whole no start is looked for, which takes some dozens of runs: their states are derived.
     """
@@ -207,7 +210,7 @@ def _extracted(
 
 
 def _moved_by(layers: Sequence[nn.Module], program: Program, nodes: Sites) -> frozenset[str]:
-    """Returns the sites whose distributions layers such as dropout make random, at equal values of all sites."""
+    """Returns the sites whose distributions vary between runs at equal values, by layers such as dropout."""
     if not layers:
         return frozenset()
     values = {name: site["value"] for name, site in nodes.items() if site["type"] == "sample"}
@@ -308,7 +311,7 @@ def with_latent_blocks(net: BayesNet, blocks: Sequence[Sequence[str]] | None) ->
 
 
 def with_hidden_evidence(net: BayesNet) -> BayesNet:
-    """Returns the network of a blocked model, with evidence that the guide cannot see on its barren latents.
+    """Returns the network of a blocked model, with hidden evidence on latents without observed descendants.
 
     ``poutine.block`` may hide data, so a latent without observed descendants need not be without evidence. All such
     latents get an observed child in common for each set of plates that they lie in.

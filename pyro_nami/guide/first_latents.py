@@ -46,22 +46,28 @@ from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.runner import Sites, Values
 from pyro_nami.program.site_values import any_value
 
-__all__ = ["CHECKED_DRAWS", "check_first", "first_conditionals", "first_ones", "log_modes"]
+__all__ = [
+    "CHECKED_DRAWS",
+    "FEW_NUMBERS",
+    "check_first",
+    "first_conditionals",
+    "first_ones",
+    "log_modes",
+]
 
-CHECKED_DRAWS = 64  # draws by which a table is compared with the log density
-# nats more, where data are so large beside their noise that single precision tells no better
-MAX_ROUNDING = 0.3
-# numbers searched for: of 200 that takes 5 to 10 s, and leaves 1 to 5 nats where networks begin with hundreds
+# Draws by which a table is compared with the log density: they tell the standard deviation of its error to 9%. Ten
+# times fewer tell it to 28%; ten times more are more points than a table of one latent has.
+CHECKED_DRAWS = 64
+# Numbers that are searched for together. For 200 the search takes 5 to 10 s, and leaves 1 to 5 nats where networks
+# begin with hundreds; at a tenth, networks learn what a search finds.
 MOST_NUMBERS = 200
-# numbers where others have modes, which each point takes many runs for
-MOST_ITERATED = 12
-# nats that a grid may be off by, where a search for a mode fails, as at a time of change (networks are off by dozens),
-# or where data are so large beside their noise that single precision tells no better
+# Numbers whose mode, and a bent Normal about it, some 40 runs find: few enough where a run is long, and where each
+# point takes many runs, as others have modes of their own. More numbers take more of these runs.
+FEW_NUMBERS = 12
+# Nats by which the log density of a grid may be off, where a search for a mode fails, as at a time of change, or where
+# data are so large beside their noise that single precision tells no better. Networks are off by dozens there, so ten
+# times more would leave little of what a grid gains.
 MOST_ROUGH = 1.0
-_OTHERS = (
-    "The posterior of %s has several modes, one of them %.1f nats below the highest, about which the guide draws. "
-    "Where the others count, give these latents priors, or an order, that tell modes apart."
-)
 
 
 def first_ones(
@@ -82,27 +88,23 @@ def first_ones(
     """
     rest = [name for name in order if name not in groups]
     options, nodes = first.options, first.nodes
-    is_searched = (
-        options.inverse == "auto"
-        and options.blocks is None
-        and all(options.rules.get(name, "located") == "located" for name in rest)
-        and not first.semi_observed
-    )
-    if not is_searched or not rest:
+    is_searched = all(options.rules.get(name, "located") == "located" for name in rest)
+    if not rest or not is_searched or options.inverse != "auto" or first.semi_observed:
         return None
     if first.plates.partial or first.unread or first.found.hidden_randomness:
         return None
-    if not all(name in first.nodes for name in first.net.observed):
+    if len(first.data) < len(first.net.observed):
         return None  # some evidence is hidden, as by `pyro.poutine.block`
     if any(bool((torch.as_tensor(nodes[n]["scale"]) != 1).any()) for n in (*order, *first.data)):
         return None
     known = {*first.net.observed, *rest}
     if not all(known.issuperset(inverse.parents[name]) and _is_free(first, name) for name in rest):
         return None
+    is_on_grid = _fits_grid(first, rest, groups.values())
     fits = {
-        "marginal": _fits_grid(first, rest, groups.values()),
+        "marginal": is_on_grid,
         "collapsed": _fits_search(first, rest, groups.values()),
-        "rough grid": "marginal" in flaws and _fits_grid(first, rest, groups.values()),
+        "rough grid": is_on_grid,
     }
     form = next((form for form in fits if fits[form] and form not in flaws), None)
     if form is None:
@@ -135,28 +137,28 @@ def _fits_grid(first: FirstCall, rest: Sequence[str], groups: Collection[Conjuga
 
 
 def _fits_search(first: FirstCall, rest: Sequence[str], groups: Collection[ConjugateGroup]) -> bool:
-    """Whether a search for the mode of the first latents pays: of few numbers, made once, for the data of training.
+    """Whether a search for the posterior mode of the first latents pays: few numbers, searched once.
 
     Where others have modes, these are searched for at each point, so that there are to be few rows, too.
     """
     options = first.options
     if any(first.nodes[name]["value"].dtype.itemsize < 4 for name in rest):
         return False  # in half precision no triangular system is solved
-    is_once = not options.simulated and options.mode in (None, Mode.FIXED)
-    is_once = is_once and not first.is_compiled
+    is_once = options.mode in (None, Mode.FIXED) and not first.is_compiled
     numbers = sum(math.prod(first.nodes[name]["fn"].shape()) for name in rest)
     derived = not any(group.bound or group.in_turn for group in groups)
     most = MOST_NUMBERS
-    if iterating := {group for group in groups if group.has_mode}:
+    iterating = {group for group in groups if group.has_mode}
+    if iterating:
         rows = max(math.prod(first.nodes[name]["fn"].shape()) for name in first.data)
         elements = sum(sum(group.elements) for group in iterating)
         # that all data are held in memory for each element; with 590,000 numbers the search takes 10 s
-        most = MOST_ITERATED if rows_in_memory(rows * elements) > FEWEST_DRAWS else 0
+        most = FEW_NUMBERS if rows_in_memory(rows * elements) > FEWEST_DRAWS else 0
     return is_once and derived and numbers <= most and options.anchor and options.exact
 
 
 def first_conditionals(current: Pass, group: ConjugateGroup) -> Any:
-    """Returns the first latents' conditionals for a call; those kept are used while data and arguments are the same."""
+    """Returns the first latents' conditionals for a call; they are kept while its data and arguments stay the same."""
     joint, call = _Joint(current), current.call
     kept: Kept | None = call.derived.tables.get(group)
     if kept is not None and kept.arguments.are(call.sources):
@@ -176,15 +178,19 @@ def first_conditionals(current: Pass, group: ConjugateGroup) -> Any:
 
 
 def log_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
-    """Logs posteriors with several modes, by what was found for groups that come first.
+    """Logs which groups that come first have a posterior with several modes.
 
     That is no warning of Python's, as Pyro's own guides take one of the modes in silence.
     """
     for group, kept in tables.items():
         found = kept.conditionals
         if isinstance(found, Collapsed) and len(found.others) and not found.flaw:
-            lower = min(found.others)
-            logging.getLogger(__name__).warning(_OTHERS, quoted(group.members), lower)
+            logging.getLogger(__name__).warning(
+                "The posterior of %s has several modes, one of them %.1f nats below the highest, about which the guide "
+                "draws. Where the others count, give these latents priors, or an order, that tell modes apart.",
+                quoted(group.members),
+                min(found.others),
+            )
 
 
 def check_first(current: Pass) -> tuple[dict[str, str], dict[str, str]]:
@@ -203,7 +209,7 @@ def check_first(current: Pass) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _checked(group: ConjugateGroup, joint: _Joint) -> tuple[str, dict[str, str]]:
-    """Returns why the first latents cannot be sampled by their form, "" if they can; and what bounds cut off."""
+    """Returns why the first latents cannot be sampled by their form, and latent -> why its prior is not flat."""
     plan, call = joint.plan, joint.call
     if group.form == "collapsed" and joint.leading.numel() > 1:
         return "a search for its mode is made for one data set", {}
@@ -229,9 +235,10 @@ def _checked(group: ConjugateGroup, joint: _Joint) -> tuple[str, dict[str, str]]
             if isinstance(found, Collapsed):
                 return found.flaw, {}
             spread = float((joint.log_density(values) - given).std(0).max())
-            sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
+            one = {name: value[:1] for name, value in values.items()}
+            sites = joint.current.beside(one).run()
         rounding = _rounding(sites[name] for name in plan.read if name in sites)
-        most = MAX_ERROR + min(MAX_ROUNDING, rounding) if group.is_exact else MOST_ROUGH
+        most = min(MAX_ERROR + rounding, MOST_ROUGH) if group.is_exact else MOST_ROUGH
         return "" if spread < most else f"by quadrature it is off by {spread:.2g} nats", {}
     except Exception as error:  # noqa: BLE001  whatever a model does at values far out
         how = "quadrature" if group.is_tabulated else "a search for its mode"
@@ -250,7 +257,7 @@ def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
 
 @contextmanager
 def _hidden() -> Iterator[None]:
-    """Makes runs of the model without gradients, with random numbers of a seed, and without validation."""
+    """Makes runs of the model without gradients and validation, from a fixed seed."""
     with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
         seed_rng(0)
         yield
@@ -272,7 +279,7 @@ class _Joint:
         self.batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
 
     def rows(self) -> int:
-        """Returns the number of values of the site that has most, at all points of further grids."""
+        """Returns the number of values of the largest observed site, times the points of further grids."""
         grids = {each for each in self.plan.groups.values() if each.form == "quadrature"}
         values = max((value.numel() for value in self.call.values.values()), default=1)
         return values * math.prod(SIZE ** len(each.members) for each in grids)
@@ -289,19 +296,18 @@ class _Joint:
                 )
                 for name in group.members
             }
-            values = self.with_others(few)[0].values
-            self.call.run({**self.call.held, **values}, note=of_rank(1 + len(self.leading)))
+            inner, _ = self.with_others(few)
+            inner.run(note=of_rank(1 + len(self.leading)))
 
     def found(self, group: ConjugateGroup) -> Any:
-        """Returns the conditionals of a group, which are kept for calls with the same data."""
+        """Returns the conditionals of a group, and keeps them for calls with the same data."""
         known = Arguments(self.call.sources, kept=True)
         found = self._conditionals(group)
         with _hidden():
             values, _ = found.draw(2, self.leading)
-            values = self.with_others(values)[0].values
-            sites = self._sites(values)
-            height = self._log_density_of(sites, values)
-        self.call.derived.tables[group] = Kept(known, found, values=values, height=height)
+            inner, _ = self.with_others(values)
+            height = self._log_density_of(inner.run(), inner.values)
+        self.call.derived.tables[group] = Kept(known, found, values=inner.values, height=height)
         return found
 
     def _conditionals(self, group: ConjugateGroup) -> Any:
@@ -334,13 +340,11 @@ class _Joint:
         draws: Values,
         sites: Sites,
     ) -> Collapsed:
-        """Returns the conditionals of a group about the best mode that searches from draws of the prior lead to."""
+        """Returns the conditionals of a group about the highest mode that searches from prior draws find."""
         nesting, plates = self.plan.plates.nesting, {}
         for name in layouts:
             own = plate_shape(sites[name])
             plates[name] = torch.Size((1,) * (nesting - len(own))) + own
-        is_proper = not any(is_improper(sites[name]["fn"]) for name in layouts)
-        coordinates = LatentVector(layouts, plates, like)
         points = torch.cat([each.reshape(PRIOR_DRAWS, -1) for each in draws.values()], -1)
         others = [group for group in self.plan.groups.values() if not group.comes_first]
         iterates = any(group.has_mode for group in others)
@@ -349,16 +353,19 @@ class _Joint:
             raise ValueError(f"draws of {quoted(group.members)} from their priors are not finite")
         unit = points.std(0).clamp(min=torch.finfo(points.dtype).eps ** 0.5)
         batch = self.batch
-        starts = points.reshape(len(points), *(1,) * len(batch), -1).expand(-1, *batch, -1)
-        options: dict[str, Any] = {
-            "is_proper": is_proper,
-            "weighs": all(group.is_exact for group in others),
-            "at_once": rows_in_memory(self.rows()),
-        }
-        return Collapsed(group, coordinates, starts, unit, self.log_density, **options)
+        return Collapsed(
+            group,
+            LatentVector(layouts, plates, like),
+            points.reshape(len(points), *(1,) * len(batch), -1).expand(-1, *batch, -1),
+            unit,
+            self.log_density,
+            is_proper=not any(is_improper(sites[name]["fn"]) for name in layouts),
+            weighs=all(group.is_exact for group in others),
+            at_once=rows_in_memory(self.rows()),
+        )
 
     def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
-        """Returns draws from a prior in unconstrained space, or numbers about the initial value if it is improper.
+        """Returns draws from a prior in unconstrained space; from an improper prior, numbers about the initial value.
 
         They are ``(draws, *plates, elements)``; the first is the initial value.
         """
@@ -372,7 +379,7 @@ class _Joint:
             return start + 2 * irregular(torch.Size(shape), start, 0)
 
     def sites_if_same(self, group: ConjugateGroup, kept: Kept) -> dict[str, Any] | None:
-        """Returns the sites of a group; None if the log density is another by more than rounding.
+        """Returns the sites of a group; None if the log density has changed by more than rounding.
 
         A run of the model tells, where its surroundings may have changed.
         """
@@ -380,7 +387,7 @@ class _Joint:
         if around is not None and around is kept.surroundings:
             return dict(kept.sites)
         with _hidden():  # as a blocked model draws what it hides
-            sites = self._sites(kept.values)
+            sites = self.current.beside(kept.values).run()
             now = self._log_density_of(sites, kept.values)
         same = torch.isclose(now, kept.height, rtol=1e-4, atol=MAX_ERROR, equal_nan=True)
         if not bool(same.all()):
@@ -397,7 +404,7 @@ class _Joint:
     def _log_weights(self, at: Values) -> Tensor:
         """Returns log p(values, others, data) - log q(others), of others that are drawn given the values."""
         inner, log_q = self.with_others(at)
-        total = self._log_density_of(self._sites(inner.values), inner.values) - log_q
+        total = self._log_density_of(inner.run(), inner.values) - log_q
         points = len(next(iter(at.values())))
         return total.expand((points, *self.batch)).reshape((-1, *self.leading))
 
@@ -405,8 +412,10 @@ class _Joint:
         """Returns a pass in which all others are drawn given values, and the log density of the others."""
         inner = self.current.beside(at)
         passed = {*at, *self.call.lacking, *self.call.from_prior, *self.call.held}
-        terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
-        for name in (name for name in self.plan.order if name not in passed):
+        total = torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)
+        for name in self.plan.order:
+            if name in passed:
+                continue
             rule = inner.rules[name]
             fn, is_exact = rule.derived(inner)
             site = inner.derived.sites[name]  # of the run that it was derived by
@@ -418,18 +427,15 @@ class _Joint:
             inner.values[name] = value
             inner.note_bounds(name, fn)
             log_prob = rule.masked(fn.log_prob(value), site)
-            terms.append(sum_plates(log_prob.double(), self.plan.plates.nesting))
-        return inner, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
-
-    def _sites(self, values: Values) -> Sites:
-        return self.call.run({**self.call.held, **values})
+            total = total + sum_plates(log_prob.double(), self.plan.plates.nesting)
+        return inner, total
 
     def _log_density_of(self, sites: Sites, values: Values) -> Tensor:
         """Returns the log density in nats of values and data, ``(points, *batch)``, at the sites of their run."""
         known = values.keys() | set(self.plan.bayesnet.observed)
-        terms = [
-            sum_plates(log_density_of(sites[name]).double(), self.plan.plates.nesting)
-            for name in sites
-            if name in known
-        ]
-        return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
+        total = torch.zeros((), dtype=torch.float64)
+        for name, site in sites.items():
+            if name in known:
+                density = log_density_of(site).double()
+                total = total + sum_plates(density, self.plan.plates.nesting)
+        return total

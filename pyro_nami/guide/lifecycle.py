@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_nami.deriving.collapsed import Collapsed
-from pyro_nami.guide.build import Assembled, assemble
+from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call, Reading
 from pyro_nami.guide.exchangeable import exchangeable_plates
 from pyro_nami.guide.known_parameters import (
@@ -81,24 +81,18 @@ class LazyGuide(AutoGuide):
             )
         return self._plan
 
-    def _assembled(self, args: tuple, kwargs: Mapping[str, Any]) -> Assembled:
-        """Returns what a guide is made of whose first call has these arguments."""
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         with poutine.block():
             plates = self._create_plates(*args, **kwargs)
         parts = [name for name, plate in plates.items() if plate.subsample_size < plate.size]
-        return assemble(self.model, args, kwargs, self._options, parts)
-
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        found = self._assembled(args, kwargs)
-        prototype = found.prototype
+        found = assemble(self.model, args, kwargs, self._options, parts)
+        self.prototype_trace = prototype = found.prototype
         self._plan, self.network = found.plan, found.network
         self._reader = CallReader(found.plan, self._options)
         self._reader.memory.derived.tables.update(found.tables)
-        for name in [
-            name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)
-        ]:
-            prototype.remove_node(name)
-        self.prototype_trace = prototype
+        for name, site in list(prototype.nodes.items()):
+            if self._prototype_hide_fn(site):
+                prototype.remove_node(name)
         check_store(self)
         self._choose_start(args, kwargs)
         if self.master is not None:
@@ -108,13 +102,11 @@ class LazyGuide(AutoGuide):
             self.load_state_dict(*waiting)
 
     def _choose_start(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Starts bounds where the ELBO of the first call is largest; without data, where they were found first."""
+        """Starts bounds at the candidate with the largest ELBO at the first call; without data, at the first one."""
         starts, self.network.starts = self.network.starts, []
-        stored = any(
-            name.startswith(f"{self._pyro_name}.") for name in pyro.get_param_store()._params
-        )
-        # in the store: they are started already
-        if len(starts) < 2 or self._options.observed or stored:
+        prefix = f"{self._pyro_name}."
+        is_started = any(name.startswith(prefix) for name in pyro.get_param_store()._params)
+        if len(starts) < 2 or self._options.observed or is_started:
             return
         elbo, losses = Trace_ELBO(FEWEST_DRAWS), []
         with (
@@ -149,9 +141,9 @@ class LazyGuide(AutoGuide):
     # ---- each call
 
     def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
-        """Returns one call's data: arguments of the model, plates, and the values of observed sites.
+        """Returns the call whose data the guide answers for.
 
-        Without arguments, where the model needs some, those are meant that it had in training.
+        A call without arguments, where the model needs some, stands for the arguments of training.
         """
         context = None if self._plan is None or args or kwargs else self._reader.memory.context
         if context is not None and needs_arguments(self.model):
@@ -167,24 +159,22 @@ class LazyGuide(AutoGuide):
         if replayed and self._plan is not None and not self._reader.memory.history.is_trained:
             self.serve_any_data()
         if self._plan is None:
-            first = kwargs
+            first = args, kwargs
             if observations:
                 single = self._note_observations(observations, args, kwargs)
-                first = {**kwargs, "observations": single} if "observations" in kwargs else kwargs
-            set_up = args, first
+                if "observations" in kwargs:
+                    first = args, {**kwargs, "observations": single}
             if self._waiting_state is not None:
                 state = self._waiting_state[0].get("_extra_state", {})
                 self._take_mode(state)
-                set_up = (state.get("context") or set_up)[:2]  # as the saved guide was
+                first = (state.get("context") or first)[:2]  # as the saved guide was
             elif replayed or not draws:
                 self._options = self._options._replace(mode=Mode.AMORTIZED)
-            self._setup_prototype(*set_up[0], **set_up[1])
+            self._setup_prototype(*first[0], **first[1])
         else:
             self._settle()
-            if (
-                self._reader.memory.mode is Mode.MINIBATCHES
-                and self._options.mode is not Mode.MINIBATCHES
-            ):
+            mode = self._reader.memory.mode
+            if mode is Mode.MINIBATCHES and self._options.mode is not mode:
                 self._go_over_to_minibatches()
         plan = self._made()
         loops = plan.loops.among(observations)
@@ -213,9 +203,7 @@ class LazyGuide(AutoGuide):
         """Makes the guide anew, at the arguments of its first steps, for data that differ from step to step."""
         memory = self._reader.memory
         args, kwargs = (memory.context or ((), {}))[:2]
-        moving = frozenset(
-            name for name in self._plan.sites if name in set(map(site_of, memory.history.moving))
-        )
+        moving = frozenset(map(site_of, memory.history.moving)).intersection(self._plan.sites)
         first = memory.kept or Reading(Call(Program(self.model, args, kwargs)))
         around = first.surroundings
         along = exchangeable_plates(first, self._reader.differing or first, moving)
@@ -250,13 +238,13 @@ class LazyGuide(AutoGuide):
         return self
 
     def answer_for(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the data among the model's arguments those that the guide answers for, as a training step does."""
+        """Makes the guide answer for the data among these arguments, as a training step does."""
         with poutine.block(), torch.enable_grad(), forked_rng():
             self(*args, **kwargs)
         self._reader.count_as_training()
 
     def mix(self, is_weighted: bool = True) -> float | None:
-        """Draws the latents that come first from mixtures, as of the next call: for draws that are weighted.
+        """From the next call on, draws the latents that come first from mixtures, for importance weights to correct.
 
         Args:
             is_weighted: whether draws will be; if not, mixtures have parts about modes alone.
@@ -270,7 +258,7 @@ class LazyGuide(AutoGuide):
         return max((share for share in unseen if share is not None), default=None)
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:
-        """Takes over the mode of a saved guide, if its user asked for it or training found it."""
+        """Takes the mode of a saved guide, if its user asked for that mode or training found it."""
         if "mode" in state:
             mode = Mode(state["mode"])
             kept = mode if state.get("asked") or mode is Mode.MINIBATCHES else None
@@ -280,32 +268,26 @@ class LazyGuide(AutoGuide):
     def _note_observations(
         self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Takes sites given by ``observations`` at the first call as observed, though the model samples them.
+        """Marks sites as observed that ``observations`` gives at the first call, though the model samples them.
 
         Deterministic and factor sites, which `pyro.infer.CSIS` passes as well, are no data. Returns the first of
         several data sets, as a structure is found from one: values without batch dims that their sites do not have.
         """
         with untouched(self.model), torch.no_grad():
             sites = Runner({}).run(self.model, args, kwargs)
-        sampled = {
-            name
-            for name, site in sites.items()
-            if not site["is_observed"] and not site_is_subsample(site)
-        }
-        extra = [
-            name for name in observations if name in sampled and name not in self._options.observed
-        ]
-        observed = (*self._options.observed, *extra)
+        observed, single = list(self._options.observed), dict(observations)
+        for name, value in observations.items():
+            site = sites.get(name)
+            if site is None:
+                continue
+            is_sampled = not site["is_observed"] and not site_is_subsample(site)
+            if is_sampled and name not in observed:
+                observed.append(name)
+            if isinstance(value, Tensor):
+                single[name] = value[(0,) * max(0, value.dim() - len(site["fn"].shape()))]
         mode = Mode.AMORTIZED if observed else self._options.mode
-        self._options = self._options._replace(observed=observed, mode=mode)
-        more = {
-            name: value.dim() - len(sites[name]["fn"].shape())
-            for name, value in observations.items()
-            if isinstance(value, Tensor) and name in sites
-        }
-        return {
-            name: value[(0,) * max(more.get(name, 0), 0)] for name, value in observations.items()
-        }
+        self._options = self._options._replace(observed=tuple(observed), mode=mode)
+        return single
 
     def _start(
         self,
@@ -316,6 +298,7 @@ class LazyGuide(AutoGuide):
     ) -> NetworkState:
         """Returns the networks' state with everything observed known."""
         plan, network = self._made(), self.network
+        known = plan, call, self._reader.cache, self._options.embeddings
         if self._reader.moved:
             self._reader.moved = False
             network.renew()
@@ -323,18 +306,14 @@ class LazyGuide(AutoGuide):
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
                 network.take_stored()
                 state = NetworkState(network, call.maps)
-                self._tell(state, call)
+                tell_observed(state, *known)
                 state.settle()
         indices = call.indices if has_first_sizes(call, plan) else None
         state = NetworkState(
             network, call.maps, learning=learning, indices=indices, refinement=refinement
         )
-        self._tell(state, call)
+        tell_observed(state, *known)
         return state
-
-    def _tell(self, state: NetworkState, call: Call) -> None:
-        """Gives the networks' state everything observed."""
-        tell_observed(state, self._plan, call, self._reader.cache, self._options.embeddings)
 
     def serve_any_data(self) -> None:
         """Makes the guide amortized: it is made anew at the next call, if there was one.
@@ -427,19 +406,16 @@ class LazyGuide(AutoGuide):
             self._reader.settle()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        device = self._plan.factory["device"]
-        state = tree_map_only(Tensor, lambda value: value.to(device), dict(state))
         if "columns" not in state:  # of a guide that was not called
             return
+        device = self._plan.factory["device"]
+        state = tree_map_only(Tensor, lambda value: value.to(device), dict(state))
         self._reader.memory.load(state, {_key(name): name for name in self._reader.names})
         columns = {site: tuple(map(column_of, found)) for site, found in state["columns"].items()}
         columns = {**self._plan.columns, **columns}
         covariates = Covariates(columns, list(state["references"]))
-        self._set_plan(dataclasses.replace(self._plan, covariates=covariates))
-
-    def _set_plan(self, plan: Plan) -> None:
-        self._plan = plan
-        self._reader.follow(plan)
+        self._plan = dataclasses.replace(self._plan, covariates=covariates)
+        self._reader.follow(self._plan)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -452,13 +428,14 @@ class LazyGuide(AutoGuide):
             self._waiting_state = dict(state_dict), strict, assign
             return nn.modules.module._IncompatibleKeys([], [])
         saved = set(state_dict.get("_extra_state", {}).get("learned", self._plan.learned))
-        if strict and (differing := saved.symmetric_difference(self._plan.learned)):
-            own, names = (quoted(sorted(each)) for each in (self._plan.learned, differing))
+        differing = saved.symmetric_difference(self._plan.learned)
+        if strict and differing:
+            own, names = quoted(sorted(self._plan.learned)), quoted(sorted(differing))
             raise RuntimeError(
                 f"Expected a state_dict of a guide that learns {own or 'nothing'}; got one where {names} differ. "
                 + OTHER_STRUCTURE
             )
-        self._set_plan(self._plan)
+        self._reader.follow(self._plan)
         try:
             keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:  # of tensors of other sizes
@@ -469,9 +446,8 @@ class LazyGuide(AutoGuide):
     def _apply(self, fn: Callable, recurse: bool = True) -> LazyGuide:
         super()._apply(fn, recurse)
         if self._plan is not None:
-            plan = self._plan.to(fn)
-            self._reader.apply(fn, plan)
-            self._set_plan(plan)
+            self._plan = self._plan.to(fn)
+            self._reader.apply(fn, self._plan)
         return self
 
 

@@ -53,10 +53,9 @@ class MapReader:
 
     def _found(self, call: Call) -> IndexMaps:
         plan, leaves = self.plan, call.program.leaves()
-        data = {
-            name: plan.first_of(name, value) for name, value in {**call.held, **call.values}.items()
-        }
-        held = {**plan.initial, **data}
+        data = {**call.held, **call.values}
+        first = {name: plan.first_of(name, value) for name, value in data.items()}
+        held = {**plan.initial, **first}
 
         def run(values: Values) -> Sites:
             return call.run({**held, **values}, broadcast=True)
@@ -68,13 +67,16 @@ class MapReader:
         }
         maps: dict[Pair, Tensor] = {}
         known = self._rows(call, leaves)
-        parts = [
-            pair for pair in self._pairs if pair[0] in call.indices and pair[1] not in call.indices
-        ]
-        for pair in parts:
-            rows = known.setdefault(pair, {})
-            index = [rows.get(row, -1) for row in call.indices[pair[0]].tolist()]
-            if pair not in maps and -1 not in index:
+        # maps of subsampled rows to plates with all instances -> the rows
+        parts = {
+            (rows, plate): call.indices[rows].tolist()
+            for rows, plate in self._pairs
+            if rows in call.indices and plate not in call.indices
+        }
+        for pair, rows in parts.items():
+            instances = known.setdefault(pair, {})
+            if instances.keys() >= set(rows):
+                index = [instances[row] for row in rows]
                 maps[pair] = torch.tensor(index, device=plan.factory["device"])
         slots = {
             pair: leaves[i]
@@ -86,8 +88,8 @@ class MapReader:
         wanted = [pair for pair in self._pairs if pair not in maps]
         if wanted:
             maps |= find_maps(run, self._plans(wanted), held)
-            for pair in parts:
-                known[pair].update(zip(call.indices[pair[0]].tolist(), maps[pair].tolist()))
+            for pair, rows in parts.items():
+                known[pair].update(zip(rows, maps[pair].tolist()))
             for pair in wanted:
                 for i, leaf in enumerate(leaves):
                     if _equal(leaf, maps[pair]):

@@ -13,12 +13,7 @@ from collections.abc import Hashable, Mapping
 
 from torch import Tensor
 
-__all__ = ["STEPS_TO_STAY", "Change", "Data", "DataHistory", "Mode", "fingerprint"]
-
-# between data sets that do not stay, after which data are minibatches; 1 would take a warm-up for one
-MOST_CHANGES = 3
-# passes in a row on one data set, more than a step has particles; then changes are forgotten
-STEPS_TO_STAY = 100
+__all__ = ["Change", "Data", "DataHistory", "Mode", "fingerprint"]
 
 Data = Mapping[Hashable, str]  # node -> the fingerprint of its value
 
@@ -49,6 +44,12 @@ class Change(enum.Enum):
 class DataHistory:
     """The data of the training steps of a fixed guide.
 
+    Args:
+        most_changes: changes between data sets that do not stay, after which data are minibatches; with 1, data of a
+            warm-up would be taken for a minibatch.
+        steps_to_stay: steps in a row on one data set, after which earlier changes are forgotten. They are more than
+            the passes of one step, of which each particle makes one.
+
     Example:
         >>> history = DataHistory()
         >>> [history.step({"y": data}).name for data in "AABB"]
@@ -57,7 +58,8 @@ class DataHistory:
         ['VISIT', 'MINIBATCHES']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, most_changes: int = 3, steps_to_stay: int = 100) -> None:
+        self._most_changes, self._steps_to_stay = most_changes, steps_to_stay
         self.current: Data | None = None  # of training; None before the first step
         self.moving: frozenset[Hashable] = frozenset()  # nodes whose values differed between steps
         self._visited: Data | None = None  # of the latest step, where these were others
@@ -76,18 +78,17 @@ class DataHistory:
                 node for node in data.keys() | latest.keys() if data.get(node) != latest.get(node)
             }
             self._changes, self._stay = self._changes + 1, 0
-            if self._changes >= MOST_CHANGES:
+            if self._changes >= self._most_changes:
                 return Change.MINIBATCHES
         self._stay += 1
-        self._changes = 0 if self._stay >= STEPS_TO_STAY else self._changes
-        if self.current is None or data == self.current:
-            self.current, self._visited = data, None
-            return Change.NONE
-        if data == self._visited:
-            self.current, self._visited = data, None
-            return Change.MOVED
-        self._visited = data
-        return Change.VISIT
+        if self._stay >= self._steps_to_stay:
+            self._changes = 0
+        if self.current is not None and data not in (self.current, self._visited):
+            self._visited = data
+            return Change.VISIT
+        change = Change.MOVED if data == self._visited else Change.NONE
+        self.current, self._visited = data, None
+        return change
 
 
 def fingerprint(value: Tensor) -> str:

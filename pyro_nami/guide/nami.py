@@ -94,7 +94,7 @@ class AutoNaMIGuide(DensityGuide):
             off the origin of unconstrained space, where gradients of many models are zero for reasons of symmetry, or
             off the medians of priors, or places on the way there, of those latents for which data are likelier there
             (not with ``observed``).
-        init_scale: scale at the first step, in unconstrained space; at most twice that of a known prior.
+        init_scale: scale at the first step, in unconstrained space; at most that of a known prior.
         create_plates: as in Pyro: a callable from the model's arguments to plates.
         activation: of all hidden layers; by default tanh, and silu in the encoders of sets.
         save_data: whether ``state_dict`` holds the data last seen in training, for calls without; else their checksums.
@@ -155,18 +155,19 @@ class AutoNaMIGuide(DensityGuide):
             self.embeddings = _ModuleDict(
                 {site.replace(".", "/"): module for site, module in embeddings.items()}
             )
-        given["observed"] = (observed,) if isinstance(observed, str) else tuple(observed)
-        given["hidden_features"] = None if hidden_features is None else tuple(hidden_features)
-        given["rules"] = dict(rules or {})
         if mode not in MODES:
             raise ValueError(f"Expected mode to be one of {quoted(MODES)}; got {mode!r}.")
-        given["mode"] = Mode.AMORTIZED if observed else MODES[mode]
-        self._options = Options(
-            **{**given, "embeddings": embeddings}, moving=frozenset(), along=frozenset()
+        given.update(
+            embeddings=embeddings,
+            hidden_features=None if hidden_features is None else tuple(hidden_features),
+            mode=Mode.AMORTIZED if observed else MODES[mode],
+            observed=(observed,) if isinstance(observed, str) else tuple(observed),
+            rules=dict(rules or {}),
         )
+        self._options = Options(**given)
         self._options.check()
         self._plan = self._reader = None  # type: ignore[assignment]
-        self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
+        self._waiting_state = None
         self._ahead = DrawsAhead()
         # the plan, and by which many draws are made at once
         self._many: tuple[Plan, Plan | None] | None = None
@@ -259,9 +260,8 @@ class AutoNaMIGuide(DensityGuide):
             Latent -> value, in model order.
         """
         call = self._begin(args, kwargs)
-        if call.target.call is None or call.indices or not is_predicting():
-            return self._drawn(call)
-        found = self._drawn_ahead(call)
+        is_ahead = call.target.call is not None and not call.indices and is_predicting()
+        found = self._drawn_ahead(call) if is_ahead else None
         return self._drawn(call) if found is None else found
 
     def _drawn_ahead(self, call: Call) -> dict[str, Tensor] | None:
@@ -271,37 +271,38 @@ class AutoNaMIGuide(DensityGuide):
             if self._plan_for_many(call) is None:
                 return None
 
-        def make(count: int, seed: int) -> Values:
-            return self._draws(count, call.program.args, dict(call.program.kwargs), seed)
-
+        program = call.program
+        make = partial(self._draws, args=program.args, kwargs=dict(program.kwargs))
         values = self._ahead.next((self.network.passes, id(call.values)), make)
-        loops = call.program.loops
-        found = hand_out(plan, call, loops.joined(values))
+        loops = program.loops
+        found, fresh = hand_out(plan, call, loops.joined(values)), dict[str, Tensor]()
         if call.target.fresh:
             current = start_pass(plan, self._start(call), call)
             own = {name: v.clone() if v.is_inference() else v for name, v in found.items()}
             current.values.update(loops.joined(own))
-            found |= draw_fresh(current)
-        shown = loops.names_of(plan.rules)
-        return {name: found[name] for name in (*shown, *found) if name in found}
+            fresh = draw_fresh(current)
+        return self._in_order(call, found, fresh)
+
+    def _in_order(self, call: Call, found: Values, fresh: Values) -> dict[str, Tensor]:
+        """Returns draws in the model's order, those of latents that training lacked last."""
+        shown = call.program.loops.names_of(self._plan.rules)
+        found = {**found, **fresh}
+        return {name: found[name] for name in (*shown, *fresh) if name in found}
 
     def _drawn(
         self, call: Call, refinement: Mapping[Hashable, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """Returns one draw of every latent of a call; ``refinement`` is added to the parameters of its instances."""
-        plan, learning = self._made(), self.training and torch.is_grad_enabled()
-        current = start_pass(
-            plan, self._start(call, learning=learning, refinement=refinement), call
-        )
+        learning = self.training and torch.is_grad_enabled()
+        state = self._start(call, learning=learning, refinement=refinement)
+        current = start_pass(self._plan, state, call)
         try:
             with self.network.with_gradient():
                 draw(current)
                 fresh = draw_fresh(current)
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
-        found = {**current.outside.values, **fresh}
-        shown = call.program.loops.names_of(plan.rules)
-        return {name: found[name] for name in (*shown, *fresh) if name in found}
+        return self._in_order(call, current.outside.values, fresh)
 
     # ---- summaries
 
@@ -325,7 +326,7 @@ class AutoNaMIGuide(DensityGuide):
         Returns:
             Latent -> tensor ``(quantiles, *site shape)``.
         """
-        draws = self._draws(num_samples, args, kwargs)
+        draws = self._draws(num_samples, 0, args, kwargs)
         return {name: _quantiles_of(value, quantiles) for name, value in draws.items()}
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -333,7 +334,7 @@ class AutoNaMIGuide(DensityGuide):
         return {name: value[0] for name, value in self.quantiles([0.5], *args, **kwargs).items()}
 
     def _draws(
-        self, count: int, args: tuple, kwargs: dict[str, Any], seed: int = 0
+        self, count: int, seed: int, args: tuple, kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
         """Returns draws of every latent, ``(count, *site shape)``, from a seed of their own.
 
@@ -360,14 +361,12 @@ class AutoNaMIGuide(DensityGuide):
                         else nullcontext()
                     ):
                         run = self(*args, **kwargs)
-                    run = {
-                        name: value if at_once else value[None]
+                    own = {
+                        name: _own_shape(value if at_once else value[None], size, sites[name])
                         for name, value in run.items()
                         if name in sites
                     }
-                    runs.append(
-                        {name: _own_shape(value, size, sites[name]) for name, value in run.items()}
-                    )
+                    runs.append(own)
             finally:
                 self._plan = plan
         return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}

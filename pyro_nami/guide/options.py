@@ -23,9 +23,6 @@ class Options(NamedTuple):
     blocks: Sequence[Sequence[str]] | None
     observed: tuple[str, ...]
     mode: Mode | None
-    # sites of which training steps had other data, and the plates that these may be rows of
-    moving: frozenset[str]
-    along: frozenset[str]
     families: Any
     hidden_features: tuple[int, ...] | None
     shared: bool
@@ -43,6 +40,9 @@ class Options(NamedTuple):
     activation: Callable[[Tensor], Tensor] | None
     save_data: bool
     is_weighted: bool = False  # whether draws are for importance weights, not for SVI
+    # sites of which training steps had other data, and the plates that these may be rows of
+    moving: frozenset[str] = frozenset()
+    along: frozenset[str] = frozenset()
 
     @property
     def simulated(self) -> bool:

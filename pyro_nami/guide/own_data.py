@@ -64,33 +64,34 @@ class OwnData:
             draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
         """
         plan = self.plan
-        look = self._looks.known(call.program.leaves())
         parts = {
             name: plate.indices
             for name, plate in plates.items()
             if name in plan.plates.subsampled or plate.subsample_size < plate.size
         }
-        call = call._replace(indices={**call.indices, **parts}) if parts else call
+        call = call._replace(indices={**call.indices, **parts})
         call = _from_observations(call, plan, observations) if observations else call
         if plan.series is not None:
             return self._of_series(call)
+        look = self._looks.known(call.program.leaves())
         given = call.values.keys()
-        # observed values that stand among the arguments
-        slots = look.slots.items() if look is not None else ()
-        found = {name: call.program.argument(slot) for name, slot in slots if name not in given}
-        call = _with_own(call, plan, {k: v for k, v in found.items() if isinstance(v, Tensor)})
-        complete = all(name in call.values for name in plan.read)
-        alone = look is not None and complete and (plan.sampling.interleaved or not draws)
-        if not alone or plan.plates.subsampled or look is not None and look.varying:
-            call = _from_run(call, plan)
         if look is None:
+            call = _from_run(call, plan)
             own = {name: value for name, value in call.values.items() if name not in given}
             look = _look_at(call, own, plan)
             self._looks.note(look)
+            return call._replace(moving=look.moving)
+        slots = look.slots.items()
+        found = {name: call.program.argument(slot) for name, slot in slots if name not in given}
+        call = _with_own(call, plan, {k: v for k, v in found.items() if isinstance(v, Tensor)})
+        lacks_data = any(name not in call.values for name in plan.read)
+        places_latents = draws and not plan.sampling.interleaved
+        if lacks_data or places_latents or plan.plates.subsampled or look.varying:
+            call = _from_run(call, plan)
         return call._replace(moving=look.moving)
 
     def _of_series(self, call: Call) -> Call:
-        """Returns a call, of which it is known what ``observations=`` gave, with its loops and their data."""
+        """Returns a call with its loops and their data; it already has the values of ``observations=``."""
         plan = self.plan
         if plan.plates.subsampled or any(name not in call.values for name in plan.read):
             return _from_run(call, plan)
@@ -128,35 +129,23 @@ class OwnData:
 
 
 def _look_at(call: Call, own: Values, plan: Plan) -> Look:
-    """Returns what a run of the model has shown of a call, and of its ``own`` values, for others of its kind."""
-    arguments: list[tuple[int | str, Any]] = [
-        *enumerate(call.program.args),
-        *call.program.kwargs.items(),
-    ]
-    slots = {
-        name: slot
-        for name, value in own.items()
-        for slot, argument in arguments
-        if isinstance(argument, Tensor) and argument is value and not plan.plates.subsampled
-    }
-    own_data = any(name in own and name not in slots for name in plan.semi_observed)
-    made = [name for name in own if name not in slots] if not plan.plates.subsampled else []
-    return Look(slots, bool(call.lacking or call.from_prior or own_data), _moving(call, plan, made))
-
-
-def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
-    """Returns the observed sites whose values depend on the model's parameters."""
-    if not names:
-        return frozenset()
+    """Returns what a run of the model has shown about calls of this kind. ``own`` are the values it observed."""
+    program = call.program
+    arguments: list[tuple[int | str, Any]] = [*enumerate(program.args), *program.kwargs.items()]
+    places = {id(each): slot for slot, each in arguments if not plan.plates.subsampled}
+    slots = {name: places[id(value)] for name, value in own.items() if id(value) in places}
+    made = own.keys() - slots.keys()
+    varying = bool(call.lacking or call.from_prior or made & plan.semi_observed)
+    if not made or plan.plates.subsampled:
+        return Look(slots, varying)
     with forked_rng(), torch.enable_grad():
         sites = call.run(plan.initial, broadcast=True)
-    return frozenset(
-        name for name in names if getattr(sites[name]["value"], "requires_grad", False)
-    )
+    moving = [name for name in made if getattr(sites[name]["value"], "requires_grad", False)]
+    return Look(slots, varying, frozenset(moving))
 
 
 def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:
-    """Returns a call with values of ``observations``; what no rule reads, the model's own conditionals may."""
+    """Returns a call with the values of ``observations``; runs of the model also hold values that no rule reads."""
     known = {*plan.read, *plan.semi_observed, *plan.bayesnet.observed}
     values = {
         name: _as_tensor(value, plan)
@@ -168,7 +157,7 @@ def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) 
 
 
 def _from_run(call: Call, plan: Plan) -> Call:
-    """Returns a call with what it observes itself, by a run of the model at reference values of the latents."""
+    """Returns a call with the values that the model observes, by a run at reference values of the latents."""
     shown = plan.plates.subsampled - call.indices.keys()
     # A semi-observed site may bring its own value.
     latents = {
@@ -185,24 +174,21 @@ def _from_run(call: Call, plan: Plan) -> Call:
     new = tuple(name for name in fresh if is_latent(sites[name]))
     for name in new[:1]:
         warn(f"{new_site(name)} It is drawn from the model's own conditional.")
-    unread = [
-        name
-        for name in fresh
-        if sites[name]["is_observed"]
-        and not (is_fixed(sites[name]) or site_is_subsample(sites[name]))
-    ]
+    data = [name for name in fresh if sites[name]["is_observed"] and not is_fixed(sites[name])]
+    unread = [name for name in data if not site_is_subsample(sites[name])]
     for name in unread[:1]:
         warn(f"{new_site(name)} Its data is not read.")
-    found = {
-        name: _as_tensor(sites[name]["value"], plan)
-        for name in (*plan.read, *plan.semi_observed)
-        if name in sites
-        and sites[name]["is_observed"]
-        and name not in call.values
-        and _is_in_shape(sites[name])
-    }
-    lacking, indices = plan.names - sites.keys(), {**call.indices, **seen}
-    call = call._replace(indices=indices, sites=sites, lacking=lacking, from_prior=new)
+    found = {}
+    for name in (*plan.read, *plan.semi_observed):
+        site = sites.get(name)
+        if site and site["is_observed"] and name not in call.values and _is_in_shape(site):
+            found[name] = _as_tensor(site["value"], plan)
+    call = call._replace(
+        indices={**call.indices, **seen},
+        sites=sites,
+        lacking=plan.names - sites.keys(),
+        from_prior=new,
+    )
     return _with_own(call, plan, found)
 
 
@@ -220,10 +206,12 @@ def _series_run(
 
     sites = apart.run(values, shown=shown, broadcast=True, choose=choose)
     loops = plan.loops.at(sites)
-    masks = {held.name: held.counted([sites[name] for name in held.sites]) for held in loops.parts}
-    counted = {name: mask for name, mask in masks.items() if mask is not None}
-    call = call._replace(program=call.program._replace(loops=loops), counted=counted)
-    return call, loops.messages(sites)
+    messages = loops.messages(sites)
+    for held in loops.parts:
+        mask = held.counted([sites[name] for name in held.sites])
+        if mask is not None:
+            messages[held.name]["counted"] = mask
+    return call._replace(program=call.program._replace(loops=loops)), messages
 
 
 def _is_in_shape(site: Message) -> bool:
@@ -235,10 +223,7 @@ def _is_in_shape(site: Message) -> bool:
 def _with_own(call: Call, plan: Plan, found: Values) -> Call:
     """Returns a call with values that its own arguments bring."""
     held = {name: value for name, value in found.items() if name in plan.semi_observed}
-    return call._replace(
-        values={**call.values, **found},
-        held={**call.held, **held},
-    )
+    return call._replace(values={**call.values, **found}, held={**call.held, **held})
 
 
 def _as_tensor(value: Any, plan: Plan) -> Tensor:

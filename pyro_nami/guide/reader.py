@@ -71,13 +71,8 @@ class CallReader:
         self._given: Data | None = None  # of the latest step by ``observations=``
 
     def __getstate__(self) -> dict[str, Any]:
-        lost: dict[str, Any] = {
-            "_open": [],
-            "differing": None,
-            "_latest_surroundings": None,
-            "_written": None,
-        }
-        return {**self.__dict__, **lost}
+        lost = dict.fromkeys(["differing", "_latest_surroundings", "_written"])
+        return {**self.__dict__, **lost, "_open": []}
 
     def read(
         self,
@@ -88,7 +83,7 @@ class CallReader:
         backward: Backward | None,
         draws: bool,
     ) -> Call:
-        """Returns the call whose data the guide answers for; its ``target`` is the given call if that is another one.
+        """Returns the call whose data the guide answers for. If that is another call, its ``target`` is the given one.
 
         Args:
             call: with model and arguments.
@@ -104,10 +99,9 @@ class CallReader:
         self.settle()
         given = any(observations.get(name) is not None for name in plan.read)
         trained = memory.mode is Mode.FIXED and memory.history.is_trained
-        subsampled = bool(plan.plates.subsampled)
         predicts = trained and not given and backward is None
         answer = self._trained_call(call.program.model) if predicts else None
-        if answer is not None and not subsampled:
+        if answer is not None and not plan.plates.subsampled:
             return self._answer(answer, call)
         own = self.own.values_of(call, plates, observations, draws)
         if answer is not None and not self._reads_own_rows(answer, own):
@@ -128,7 +122,7 @@ class CallReader:
         return self._noted(own, call, backward)
 
     def settle(self) -> None:
-        """Records the calls that a backward pass has come back from as training steps.
+        """Records each call as a training step whose backward pass has come.
 
         A loss may add up several calls, so earlier ones wait for as long as their graphs live.
         """
@@ -142,7 +136,7 @@ class CallReader:
                 self._tell(step.notice)
 
     def count_as_training(self) -> None:
-        """Records the calls that a backward pass may come back from as training steps, without one."""
+        """Records all open calls as training steps, without a backward pass."""
         for step in self._open:
             step.backward.has_come = True
         self.settle()
@@ -161,28 +155,28 @@ class CallReader:
         change = memory.history.step(step.reading.data or {})
         if step.reading.data != memory.history.current:
             self.differing = step.reading
-        if change is Change.MINIBATCHES and self._options.mode is None:
+        elif change is not Change.MINIBATCHES:
+            memory.keep(step.reading)
+        if change is Change.MOVED:
+            memory.forget_derived()
+            self.moved = True
+        elif change is Change.MINIBATCHES and self._options.mode is None:
             memory.mode = Mode.MINIBATCHES
         elif change is Change.MINIBATCHES:
             self._tell(
                 "The data differ from step to step, and the guide is asked to be fixed: it answers for those of its "
                 "first step. Use mode='minibatches', or subsample a plate of the model."
             )
-        if change is Change.MOVED:
-            memory.forget_derived()
-            self.moved = True
-        if change in (Change.NONE, Change.MOVED):
-            memory.keep(step.reading)
 
     def follow(self, plan: Plan) -> None:
-        """Goes by another plan from now on, and forgets what was found for the arguments of earlier calls."""
+        """Takes another plan, and forgets what was found for the arguments of earlier calls."""
         self.plan, self.own = plan, OwnData(plan, self.cache)
         self.cache.clear()
         self.memory.forget_derived()
 
     @property
     def names(self) -> list[Any]:
-        """The nodes that a saved state may hold fingerprints of."""
+        """The nodes whose fingerprints a saved state may hold."""
         return [*self.plan.sites, *map(covariates_of, self.plan.sites), _ARGUMENTS]
 
     def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
@@ -194,7 +188,7 @@ class CallReader:
     # ---- whose data decide
 
     def _trained_call(self, model: Callable) -> Call | None:
-        """Returns the call whose data the guide answers for; a loaded guide makes it from the saved state."""
+        """Returns the training call; a loaded guide makes it from the saved state. None if there is none."""
         memory = self.memory
         if memory.kept is None and memory.context is not None:
             args, kwargs, indices, values = memory.context
@@ -206,10 +200,10 @@ class CallReader:
     def _answer(
         self, answer: Call, call: Call, own: Call | None = None, *, is_step: bool = False
     ) -> Call:
-        """Returns the call whose data the guide answers for, as the answer to another one.
+        """Returns the training call as the answer to another call.
 
-        Where plates are subsampled, that is at the instances of the other one, which ``own`` has. Of a step it is
-        told later what training had no data for.
+        With subsampled plates the answer has the instances of the other call, as ``own`` holds them. In a training step
+        the warning about latents without training data waits until it is clear that no backward pass comes.
 
         Raises:
             ValueError: where the arguments of training do not hold the data of these instances.
@@ -218,9 +212,8 @@ class CallReader:
         target = self._target(answer, own or call)
         if not is_step:
             self._tell(target.notice)
-        if own is not None and any(
-            not self._is_whole(name) for name in self.plan.rules if name not in target.hidden
-        ):
+        shown = self.plan.rules.keys() - target.hidden
+        if own is not None and not all(map(self._is_whole, shown)):
             found = self._rows_at(answer, own)
             if found is None:
                 site = next(name for name in self.plan.read if not self._is_whole(name))
@@ -238,32 +231,26 @@ class CallReader:
 
     def _surroundings(self, call: Call) -> Surroundings:
         """Returns the model's surroundings at a call: the latest ones, while nothing in them has changed."""
-        objects = [
-            leaf
-            for leaf in call.program.leaves()
-            if not is_array(leaf) and not isinstance(leaf, PLAIN)
-        ]
-        model = unmapped(call.program.model)
+        leaves = [leaf for leaf in call.program.leaves() if not isinstance(leaf, PLAIN)]
+        objects = [leaf for leaf in leaves if not is_array(leaf)]
+        roots = [unmapped(call.program.model), *objects]
         kept = self._latest_surroundings
-        if kept is None or not kept.are_of([model, *objects]):
+        if kept is None or not kept.are_of(roots):
             if self._written is None:
-                self._written = self._keys_written(call, Surroundings([model, *objects]))
-            kept = Surroundings([model, *objects], self._written)
+                before = Surroundings(roots)
+                if before.has_data:
+                    with suppress(Exception), untouched(call.program.model), torch.no_grad():
+                        call.run(self.plan.initial, broadcast=True)
+                self._written = before.changed()
+            kept = Surroundings(roots, self._written)
         now = kept.now()
         if now is not kept and not kept.are_current():  # covariates and index maps may be others
             self.cache.clear()
         self._latest_surroundings = now
         return now
 
-    def _keys_written(self, call: Call, before: Surroundings) -> frozenset[Hashable]:
-        """Returns the places that the model itself writes to, found by one run of it."""
-        if before.has_data:
-            with suppress(Exception), untouched(call.program.model), torch.no_grad():
-                call.run(self.plan.initial, broadcast=True)
-        return before.changed()
-
     def _as_in_training(self, answer: Call, call: Call) -> Call:
-        """Returns the call of training with the model of another call, in the surroundings of training."""
+        """Returns the training call with the model of another call, run in the surroundings of training."""
         around, model = self.memory.surroundings, call.program.model
         if around is not None and around.changed():
             is_mapped = isinstance(model, Vectorized)
@@ -272,7 +259,7 @@ class CallReader:
         return answer._replace(program=answer.program._replace(model=model))
 
     def _is_whole(self, site: str) -> bool:
-        """Whether a site is in no plate of which the model takes a part."""
+        """Whether a site is in no subsampled plate."""
         return self.plan.plates.subsampled.isdisjoint(self.plan.sites[site].plates)
 
     def _reads_own_rows(self, answer: Call, own: Call) -> bool:
@@ -286,8 +273,8 @@ class CallReader:
             return False
         answer = self._as_in_training(answer, own)
         hidden = self._target(answer, own).hidden  # as training had no such instances
-        parts = [name for name in plan.rules if not self._is_whole(name) and name not in hidden]
-        names = [name for name in parts if plan.data_of(name)]
+        shown = [name for name in plan.rules if name not in hidden]
+        names = [name for name in shown if not self._is_whole(name) and plan.data_of(name)]
         if not names or self._rows_at(answer, own) is not None:
             return False
         self._tell(
@@ -298,13 +285,14 @@ class CallReader:
         return True
 
     def _rows_at(self, answer: Call, own: Call) -> Call | None:
-        """Returns the call of training with its data at the instances of another call, by a run of the model.
+        """Returns the training call with its data at the instances of another call, by a run of the model.
 
         It is None where the arguments of training do not hold the data of these instances. If the other call has more
         instances, or fewer, the model is run with the tensors of training and the other call's numbers, flags and
         strings, one of which may be the size of the subsample.
         """
-        if not all(map(self._is_whole, self.plan.read)) and not self.memory.has_one_context:
+        parts = [name for name in self.plan.read if not self._is_whole(name)]
+        if parts and not self.memory.has_one_context:
             return None
         kept = {name: value for name, value in answer.values.items() if self._is_whole(name)}
         held = {name: value for name, value in answer.held.items() if name in kept}
@@ -317,17 +305,12 @@ class CallReader:
             found = self.own.all_of(call)
         except Exception:  # noqa: BLE001  whatever a model does with arguments that do not go together
             return None
-        plates = self.plan.plates
-        for name in self.plan.read:
-            value, site = found.values.get(name), self.plan.sites[name]
-            for plate in site.plates & counts.keys():
-                dim = plates.dims[plate] - site.event_dim
-                if value is None or value.dim() < -dim or value.shape[dim] != counts[plate]:
-                    return None
-        return found
+        is_complete = found.values.keys() >= set(parts)
+        is_there = is_complete and not any(_other_sizes(found, self.plan, parts, counts))
+        return found if is_there else None
 
     def _target(self, answer: Call, call: Call) -> TrainedAnswer:
-        """Returns how a call differs from the one that answers it; found anew where its arguments are others."""
+        """Returns how a call differs from the one that answers it; cached while the arguments stay the same."""
 
         def found() -> TrainedAnswer:
             before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
@@ -336,11 +319,11 @@ class CallReader:
         return self.cache.get("target", [*call.leaves, answer.values], found)
 
     def _compared(self, own: Call, call: Call, backward: Backward | None) -> Call:
-        """Returns the answer of a trained guide to a call with data: these, if they are those of training."""
+        """Returns a trained guide's answer to a call with data: the call itself, if it has the training data."""
         memory = self.memory
         data, tracing = self._data_of(own), torch.jit.is_tracing()
         same = tracing or data == memory.history.current
-        around = self._surroundings(call) if not tracing else None
+        around = None if tracing else self._surroundings(call)
         if backward is not None and not tracing:
             self._open.append(_Step(backward, Reading(memory.frozen(own, data), data, around)))
         before = memory.surroundings
@@ -352,23 +335,20 @@ class CallReader:
             if memory.kept is None:
                 memory.keep(Reading(memory.frozen(own, data), data, around))
             return self._with_kept(own, True, around)
-        if (
-            backward is not None
-            and _is_step()
-            and any(family.varies for family in self.plan.families.values())
-        ):
+        varies = any(family.varies for family in self.plan.families.values())
+        if backward is not None and varies and _is_step():
             # draws for other data may lie outside of supports that these move
             _check_sizes(own, self.plan)
             return self._with_kept(own)
         answer = self._trained_call(call.program.model)
         if answer is None:
-            if self.plan.read or self.plan.groups:
-                site = next(iter(self.plan.read or self.plan.groups))
-                raise ValueError(
-                    f"Expected the data of '{site}' that the loaded guide was trained on; this call brings others. "
-                    f"{NOT_SAVED}: call it once with these, then with others."
-                )
-            return own
+            site = next(iter((*self.plan.read, *self.plan.groups)), None)
+            if site is None:
+                return own
+            raise ValueError(
+                f"Expected the data of '{site}' that the loaded guide was trained on; this call brings others. "
+                f"{NOT_SAVED}: call it once with these, then with others."
+            )
         answer = self._answer(answer, call, own, is_step=backward is not None)
         if backward is not None and not tracing:
             # no step could be scored given those that this call has no place for
@@ -378,22 +358,24 @@ class CallReader:
         return answer
 
     def _noted(self, own: Call, call: Call, backward: Backward | None) -> Call:
-        """Returns a call whose own data decide, and keeps it for calls that bring none."""
+        """Returns a call that is answered for its own data, and keeps it for later calls without data."""
         memory = self.memory
         _check_sizes(own, self.plan)
         fixed, data = memory.mode is Mode.FIXED, self._data_of(own)
-        may_train, tracing = backward is not None, torch.jit.is_tracing()
+        tracing = torch.jit.is_tracing()
         around = self._surroundings(call) if fixed and not tracing else None
-        if fixed or memory.mode is Mode.AMORTIZED and (may_train or memory.kept is None):
+        is_kept = backward is not None or memory.kept is None
+        if fixed or memory.mode is Mode.AMORTIZED and is_kept:
             frozen = memory.frozen(own, data)
             if memory.kept is None or frozen is not memory.kept.call:
                 memory.derived = memory.derived._replace(constants={})
             reading = Reading(frozen, data, around)
             memory.keep(reading)
-            if fixed and may_train and tracing:  # compiled steps do not come here again
-                memory.history.step(data)
-            elif fixed and backward is not None:
-                self._open.append(_Step(backward, reading))
+            if fixed and backward is not None:
+                if tracing:  # compiled steps do not come here again
+                    memory.history.step(data)
+                else:
+                    self._open.append(_Step(backward, reading))
         return self._with_kept(own, memory.mode is not Mode.MINIBATCHES, around)
 
     def _with_kept(
@@ -401,11 +383,12 @@ class CallReader:
     ) -> Call:
         """Returns a call with the results of earlier calls; with ``constants``, those of the same data included."""
         memory = self.memory
-        derived = memory.derived
         is_fixed = memory.mode is Mode.FIXED and not self.plan.plates.subsampled
-        kept = derived.constants if constants and not call.indices else None
-        around = around if is_fixed else None
-        known = derived._replace(constants=kept, is_fixed=is_fixed, surroundings=around)
+        known = memory.derived._replace(
+            constants=memory.derived.constants if constants and not call.indices else None,
+            is_fixed=is_fixed,
+            surroundings=around if is_fixed else None,
+        )
         return call._replace(derived=known)
 
     def _without(self, absent: Sequence[str], own: Call, call: Call, given: bool) -> Call:
@@ -425,8 +408,6 @@ class CallReader:
         values = {name: held[name] for name in absent if name in held and name not in moving}
         absent = [name for name in absent if name not in values]
         own = own._replace(values={**own.values, **values}, held={**own.held, **values})
-        if not absent:
-            return self._with_kept(self.own.completed(own))
         if not moving.issuperset(absent):
             site = absent[0]
             raise ValueError(
@@ -434,18 +415,19 @@ class CallReader:
                 "Pass the data that the guide is to answer for as the model takes them, or as "
                 f"observations={{'{site}': value}}. {NOT_SAVED}: call it once with these."
             )
+        own = self._with_kept(self.own.completed(own))
+        if not absent:
+            return own
         open_names = [name for name in plan.order if name not in own.lacking]
         unseen = [name for name in open_names if not plan.data_of(name).isdisjoint(absent)]
-        names, sites = quoted(unseen), quoted(absent)
         self._tell(
-            f"This call brings no data of {sites}, by which the guide infers {names} row by row: they are drawn from "
-            "the model's own conditional given all others."
+            f"This call brings no data of {quoted(absent)}, by which the guide infers {quoted(unseen)} row by row: "
+            "they are drawn from the model's own conditional given all others."
         )
-        own = self._with_kept(self.own.completed(own))
         return own._replace(from_prior=(*own.from_prior, *unseen))
 
     def _explicit(self, own: Call) -> Call:
-        """Returns the answer of a trained guide to a call with ``observations=``: what is derived is of these data."""
+        """Returns a trained guide's answer to ``observations=``: derived conditionals use them, learned ones do not."""
         plan = self.plan
         unseen: Collection[str] = ()
         _check_sizes(own, plan)
@@ -469,29 +451,26 @@ class CallReader:
         Minibatches of a subsampled plate are taken to be the same data. Values that move with the model's parameters
         (a residual, say) are the same if the arguments are.
         """
-        plan = self.plan
-        known = {name: call.values[name] for name in plan.read if name in call.values}
-        values: dict[Hashable, Tensor] = {
-            name: value
-            for name, value in known.items()
-            if name not in call.moving and self._is_whole(name)
-        }
-        for name, value in call.covariates.items():
-            if self._is_whole(name):
-                values[covariates_of(name)] = value
+        names = filter(self._is_whole, self.plan.sites)
+        values: dict[Hashable, Tensor] = {}
+        for name in names:
+            if name in self.plan.read and name in call.values and name not in call.moving:
+                values[name] = call.values[name]
+            if name in call.covariates:
+                values[covariates_of(name)] = call.covariates[name]
         if call.moving:
             values[_ARGUMENTS] = _joined(call.program.leaves())
         return self.memory.data_of(values)
 
     def _tell(self, notice: str) -> None:
-        """Warns, once for each notice."""
+        """Warns, once for each text."""
         if notice and notice not in self._told:
             self._told |= {notice}
             warn(notice)
 
 
 def _with_plain_arguments_of(call: Call, other: Call) -> Call:
-    """Returns a call with another call's numbers, flags, strings and None in place of its own such arguments."""
+    """Returns a call whose numbers, flags, strings and None among the arguments are those of another call."""
     signature = signature_of(unmapped(other.program.model))
     own = signature.bind(*call.program.args, **call.program.kwargs).arguments
     bound = signature.bind_partial(*other.program.args, **other.program.kwargs)
@@ -503,12 +482,9 @@ def _with_plain_arguments_of(call: Call, other: Call) -> Call:
 
 
 def _joined(leaves: Sequence[Any]) -> Tensor:
-    """Returns all numbers of tensors among the model's arguments, as one vector that is not empty."""
-    tensors = [
-        torch.zeros(1),
-        *(leaf.detach().flatten() for leaf in leaves if isinstance(leaf, Tensor)),
-    ]
-    return torch.cat([tensor.to(tensors[-1].device, torch.float64) for tensor in tensors])
+    """Returns the numbers of all tensors among the arguments in one vector, which begins with a zero."""
+    tensors = [torch.zeros(1), *(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor))]
+    return torch.cat([tensor.flatten().to("cpu", torch.float64) for tensor in tensors])
 
 
 def _is_step() -> bool:
@@ -520,27 +496,27 @@ def _is_step() -> bool:
 
 def _check_sizes(call: Call, plan: Plan) -> None:
     """Raises where a plate that the guide flattens has changed its size."""
-    for plate, held in _other_sizes(call, plan, call.values.keys() & plan.read, plan.blocks.keys()):
+    sizes = {plate: plan.plates.sizes[plate] for plate in plan.blocks}
+    for plate, held in _other_sizes(call, plan, call.values.keys() & plan.read, sizes):
         if held != 1:
-            raise ValueError(fixed_size(plan.blocks[plate], plate, plan.plates.sizes[plate], held))
+            raise ValueError(fixed_size(plan.blocks[plate], plate, sizes[plate], held))
 
 
 def has_first_sizes(call: Call, plan: Plan) -> bool:
     """Whether all plates of latents, except subsampled ones, have the sizes of the guide's first call."""
-    plates = (
-        frozenset().union(*(plan.sites[name].plates for name in plan.rules)) - plan.plates.partial
-    )
-    return not any(_other_sizes(call, plan, call.values, plates))
+    plates = frozenset().union(*(plan.sites[name].plates for name in plan.rules))
+    sizes = {plate: plan.plates.sizes[plate] for plate in plates - plan.plates.partial}
+    return not any(_other_sizes(call, plan, call.values, sizes))
 
 
 def _other_sizes(
-    call: Call, plan: Plan, names: Iterable[str], plates: Collection[str]
+    call: Call, plan: Plan, names: Iterable[str], sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, int]]:
-    """Yields (plate, size) for plates whose size in a call's values is not the first call's; 1 without a dim."""
-    for name in names if plates else ():
+    """Yields (plate, size) for plates whose size in a call's values is not that of ``sizes``; 1 without a dim."""
+    for name in names:
         site, value = plan.sites[name], call.values[name]
-        for plate in site.plates.intersection(plates):
+        for plate in site.plates & sizes.keys():
             dim = plan.plates.dims[plate] - site.event_dim
             held = value.shape[dim] if value.dim() >= -dim else 1
-            if held != plan.plates.sizes[plate]:
+            if held != sizes[plate]:
                 yield plate, held

@@ -51,10 +51,9 @@ class DataSets(NamedTuple):
 
         Of several draws these are the first one's.
         """
-        inner = self.nesting + self.event_dims[name]
-        while value.dim() > len(self.batch) + inner:
-            value = value[0]
-        value = value.reshape((1,) * (len(self.batch) + inner - value.dim()) + value.shape)
+        dims = len(self.batch) + self.nesting + self.event_dims[name]
+        value = value[(0,) * (value.dim() - dims)]
+        value = value[(None,) * (dims - value.dim())]
         rest = value.shape[len(self.batch) :]
         return value.expand(self.batch + rest).reshape(-1, *rest)
 
