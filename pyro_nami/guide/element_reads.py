@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,18 +27,21 @@ from pyro_nami.reading.changes import moved
 
 __all__ = ["element_reads", "without_predictive"]
 
-# elements of all sites together; each of them takes some runs of the model, so ten times as many take minutes
-MOST_ELEMENTS = 256
-
 
 def element_reads(
-    first: FirstCall, inverse: Inverse, order: Collection[str]
+    first: FirstCall, inverse: Inverse, order: Collection[str], *, most_elements: int = 256
 ) -> dict[str, dict[Hashable, tuple[tuple[bool, ...], ...]]]:
     """Returns factor -> node -> boolean rows, one for each element of the factor: which elements of the node it reads.
 
     Left out is what reads all, and the elements of blocks; nothing is found for an inverse that elimination in its
     order would not give, or where arguments other than data, a design matrix say, may bring another structure in
     another call. A site whose elements depend on each other in the model counts as one.
+
+    Args:
+        first: the first call.
+        inverse: what each latent reads.
+        order: the latents that are not drawn from the model.
+        most_elements: of all sites together. Each takes some runs of the model, so ten times as many take minutes.
     """
     data = {id(first.nodes[name]["value"]) for name in first.data}
     leaves = first.program.leaves()
@@ -51,7 +53,7 @@ def element_reads(
     plain = eliminate(net, eliminated).parents
     is_known = all(plain[name].keys() == inverse.parents[name].keys() for name in order)
     total = sum(counts.values())
-    if total == len(counts) or total > MOST_ELEMENTS or not is_known:
+    if total == len(counts) or total > most_elements or not is_known:
         return {}
     found = {(u, t): torch.ones(counts[t], counts[u], dtype=torch.bool) for u, t in net.edges}
     for name in net.sites:
@@ -143,11 +145,15 @@ def _note_moves(
     count = len(next(iter(reads.values()))[0])
 
     def moves(changed: Tensor) -> Values:
-        """Which elements of children move with those of the site that are ``changed``, ``(elements,)``."""
+        """Returns which elements of children move with the ``changed`` elements, ``(elements,)``, of the site."""
         event = before[name]["fn"].event_shape if count > 1 else ()
         mixed = torch.where(changed.to(base.device).reshape(event), other, base)
         after = first.run({**values, name: mixed})
-        return {t: _moved(before[t], after.get(t), len(rows)) for t, rows in reads.items()}
+        found = {}
+        for t, rows in reads.items():
+            each = moved(before[t], after.get(t), by_element=len(rows) > 1)
+            found[t] = each.reshape(-1, len(rows)).any(0).cpu()
+        return found
 
     for j in looked:
         for t, rows in moves(torch.arange(count) == j).items():
@@ -157,8 +163,3 @@ def _note_moves(
             if (rows & (reads[t] == kept).all(-1)).any():
                 reads[t][:] = True
     return True
-
-
-def _moved(before: Any, after: Any, count: int) -> Tensor:
-    """Returns which elements of a site, ``(count,)``, differ between its messages in two runs."""
-    return moved(before, after, by_element=count > 1).reshape(-1, count).any(0).cpu()
