@@ -56,6 +56,8 @@ class _Derivation:
         self.plan: Plan = current.plan
         self.call: Call = current.call
         self.kept = self.call.derived.constants
+        self.unkept: dict[Any, Any] = {}  # constants for this pass alone
+        self.differentiable = torch.is_grad_enabled() and current.state.network.learns()
 
     def conditionals(self) -> Expansion:
         """Returns the conditionals: the ones kept for the data, if there are any, else newly derived ones."""
@@ -136,10 +138,9 @@ class _Derivation:
             for name, value in self.current.values.items()
             if name not in group.members
         }
-        from_one = self._from_one(known)
-        solved = None if from_one is None else self._run(from_one, known)
+        solved = None
         while solved is None:
-            solved = self._run(self._expansion(), known)
+            solved = self._run(self._from_constants(known) or self._expansion(), known)
         expansion, sites = solved
         near: Any = self.derived.near.get(group)
         if type(expansion) is JointGaussian:
@@ -165,15 +166,13 @@ class _Derivation:
         """Runs the model until an expansion of the group is solved.
 
         Returns:
-            The solved expansion, and the sites of the last run. None where a run shows other sizes or observed members
-            than the expansion was made for, or where constants of the group are known from now on.
+            The solved expansion, and the sites of the last run. None where a run shows other sizes, observed members or
+            constants than the expansion was made for.
         """
         run = self._at(known)
 
         def sites_of(expansion: Expansion) -> Sites:
             sites = self._sites(expansion, run)
-            if self._keeps_constants(expansion, run):
-                raise Changed
             if isinstance(expansion, Newton):
                 self.derived.near[self.group] = expansion
             return sites
@@ -200,32 +199,38 @@ class _Derivation:
             raise Changed
         return sites
 
-    def _from_one(self, known: Values) -> FromConstants | None:
-        """Returns the expansion of a Gaussian block for many draws, from constants derived at one of the draws.
+    def _from_constants(self, known: Values) -> FromConstants | None:
+        """Returns the expansion of a Gaussian block by its constants, which are derived at one draw; None without any.
 
-        None for few draws, for blocks that have no constants, and if constants are known from earlier steps. A call on
-        the data of training keeps them.
+        Many draws at once pay for that, and steps of training from the second on. Calls on the same data keep them.
         """
         group, leading = self.group, self.current.leading
-        all_kept = {} if self.kept is None else self.kept
         is_plain = group.form == "Gaussian" and not group.bound
         is_one_data_set = self.plan.leading(self.call.values).numel() == 1
-        if leading.numel() < MANY_DRAWS or not is_plain or not is_one_data_set:
+        if not is_plain or not is_one_data_set or self._is_other:
             return None
-        if self._is_other or all_kept.get((group, leading)):
+        kept = self.kept
+        is_step = kept is not None and self.differentiable and self.current.state.network.passes
+        if leading.numel() < MANY_DRAWS and not is_step:
             return None
-        kept = all_kept if self.call.derived.is_fixed else {}
-        key = group, "one"
+        if kept is None or not (is_step or self.call.derived.is_fixed):
+            kept = self.unkept
+        key = group, "constants"
         if key not in kept:
             kept[key] = self._constants_of_one(known)
         if kept[key] is None:
             return None
-        forget = functools.partial(kept.pop, key, None)
-        one = group, leading, self.plan.plates.nesting
-        return FromConstants(*one, constants=kept[key], forget=forget, is_rounded=True)
+        return FromConstants(
+            group,
+            leading,
+            self.plan.plates.nesting,
+            constants=kept[key],
+            forget=functools.partial(kept.__setitem__, key, None),
+            is_rounded=leading.numel() > 1,
+        )
 
     def _constants_of_one(self, known: Values) -> Constants | None:
-        """Returns the constants of a Gaussian block, derived at the first of many draws of the latents before it."""
+        """Returns the constants of a Gaussian block, derived at the first draw of the latents before it."""
         plan, group, first = self.plan, self.group, dict[str, Tensor]()
         for name, value in known.items():
             # in its site's own shape: a model that is written for one draw takes no other
@@ -248,37 +253,34 @@ class _Derivation:
 
     def _expansion(self) -> Expansion:
         """Returns the expansion of a group at the values drawn so far; a run of the model has to solve it."""
-        plan, state = self.plan, self.current.state
-        nesting, leading = plan.plates.nesting, self.current.leading
+        plan, leading = self.plan, self.current.leading
         group = self.group.without(self.call.lacking, self.derived.observed)
         options: dict[str, Any] = {"sizes": self._sizes(group)} if group.depths else {}
-        differentiable = torch.is_grad_enabled() and state.network.learns()
-        kept = (self.kept if differentiable and not torch.jit.is_tracing() else None) or {}
-        constants = kept.get((group, leading))
-        if constants is not None:
-            forget = functools.partial(kept.__setitem__, (group, leading), None)
-            return FromConstants(group, leading, nesting, constants=constants, forget=forget)
         if group.is_loop:
             if begin := self.call.derived.starts.get((group.members, "states")):
                 options["at"] = begin
         elif group.has_mode or group.form == "Gaussian":
-            options["at"] = self._start(group, kept.get((group, leading, "at"), {}))
+            options["at"] = self._start(group)
         if group.in_turn:
             rules: Any = plan.rules
             options["orders"] = {name: order_of(rules[name].factor) for name in group.members}
             options["observed"] = self.derived.observed.intersection(self.group.members)
-        expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
+        kind, nesting = expansion_of(group), plan.plates.nesting
+        expansion = kind(group, leading, nesting, self.differentiable, **options)
         if group.bound == "bounded":
             for child in plan.bounds.keys() & set(group.children):
-                params = state.params(plan.bounds[child].name)
+                params = self.current.state.params(plan.bounds[child].name)
                 expansion.xi[child] = softplus(params.squeeze(-1))
         return expansion
 
-    def _start(self, group: ConjugateGroup, kept: Values) -> Values:
-        """Returns the values that a group is expanded about first, as far as they are known; ``kept`` is of a step."""
-        members = set(group.members)
+    def _start(self, group: ConjugateGroup) -> Values:
+        """Returns the values that a group is expanded about first, as far as they are known."""
+        members, at = set(group.members), dict[str, Tensor]()
+        if self.kept and self.differentiable and not torch.jit.is_tracing():
+            at = self.kept.get((group, self.current.leading, "at"), at)
         near = [each for each in self.derived.near.values() if members <= set(each.group.members)]
-        at = near[-1].means(self.current.values, group.members) if near else kept
+        if near:
+            at = near[-1].means(self.current.values, group.members)
         if not at and (group.has_mode or group in self.call.derived.starts):
             for starts, data in self._starts():
                 at = starts.find(data, at)
@@ -301,19 +303,6 @@ class _Derivation:
         whole = DataSets.of({**values, **before}, *kind) if before else None
         if whole is not None and len(whole.keys) == len(data.keys):
             yield starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
-
-    def _keeps_constants(self, expansion: Any, run: RunModel) -> bool:
-        """Stores constants of a Gaussian block for later steps on the same data; returns whether there are new ones."""
-        kept, key = self.kept, (expansion.group, expansion.leading)
-        if kept is None or key in kept or not self.current.state.network.passes:
-            return False  # many guides are called once
-        if not expansion.differentiable or torch.jit.is_tracing():
-            return False
-        if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step
-            return False
-        with untouched(self.call.program.model):
-            kept[key] = constants_of(*key, expansion.nesting, expansion.sizes, run)
-        return kept[key] is not None
 
 
 def _check_decided(solved: Any) -> None:
