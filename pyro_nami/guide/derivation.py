@@ -108,9 +108,9 @@ class _Derivation:
             is_second = before is not None and before.are(sources)
             if not (is_second and self.current.state.network.passes):
                 return
-        others = (each for each in kept.values() if isinstance(each, Kept))
-        arguments = next((each.arguments for each in others if each.holds(self.call)), None)
-        arguments = arguments or Arguments(sources, kept=True)
+        arguments = kept.get("arguments")  # one copy of them for all groups
+        if arguments is None or not arguments.are(sources):
+            arguments = kept["arguments"] = Arguments(sources, kept=True)
         found = Kept(arguments, surroundings=self.call.derived.surroundings)
         if expansion.differentiable:
             names = [name for name in expansion.until if name in sites]
@@ -138,10 +138,7 @@ class _Derivation:
             for name, value in self.current.values.items()
             if name not in group.members
         }
-        solved = None
-        while solved is None:
-            solved = self._run(self._from_constants(known) or self._expansion(), known)
-        expansion, sites = solved
+        expansion, sites = self._run(known)
         near: Any = self.derived.near.get(group)
         if type(expansion) is JointGaussian:
             near = expansion
@@ -162,12 +159,10 @@ class _Derivation:
             for starts, data in self._starts():
                 starts.note(data, near.references)
 
-    def _run(self, expansion: Expansion, known: Values) -> tuple[Expansion, Sites] | None:
-        """Runs the model until an expansion of the group is solved.
+    def _run(self, known: Values) -> tuple[Expansion, Sites]:
+        """Runs the model until an expansion of the group is solved; returns the expansion, and the last run's sites.
 
-        Returns:
-            The solved expansion, and the sites of the last run. None where a run shows other sizes, observed members or
-            constants than the expansion was made for.
+        An expansion is made anew where a run shows other sizes, observed members or constants than it was made for.
         """
         run = self._at(known)
 
@@ -177,9 +172,10 @@ class _Derivation:
                 self.derived.near[self.group] = expansion
             return sites
 
-        with suppress(Changed):
-            return solved(expansion, sites_of(expansion), sites_of)
-        return None
+        while True:
+            first = self._from_constants(known) or self._expansion()
+            with suppress(Changed):
+                return solved(first, sites_of(first), sites_of)
 
     def _at(self, known: Values) -> RunModel:
         """Returns the function that runs the model where the values of some latents are known."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -53,6 +54,8 @@ __all__ = [
     "start_pass",
 ]
 
+# latents that a run of the model draws, and the group that is derived and drawn after it, if any
+Stage = tuple[tuple[str, ...], ConjugateGroup | None]
 _OF_THE_MODEL = frozenset({"enumerate", "_markov_scope", "_markov_depth"})
 
 
@@ -101,13 +104,12 @@ def hand_out(plan: Plan, call: Call, values: Values) -> dict[str, Tensor]:
     hidden = call.lacking | call.target.hidden
     for name in [name for name in plan.rules if name in values and name not in hidden]:
         own = call.program.loops.split({name: values[name]})
-        held, whole = call.program.loops.states.get(name), sites[name]["fn"].event_dim
+        held = call.program.loops.states.get(name)
+        event_dims = map(len, held.events) if held else [sites[name]["fn"].event_dim]
         with _At(sites[name]):
-            for i, (each, value) in enumerate(own.items()):
-                if each in call.target.absent:
-                    continue
-                event_dim = whole if held is None else len(held.events[i])
-                found[each] = pyro.sample(each, dist.Delta(value, event_dim=event_dim))
+            for (each, value), event_dim in zip(own.items(), event_dims):
+                if each not in call.target.absent:
+                    found[each] = pyro.sample(each, dist.Delta(value, event_dim=event_dim))
     return found
 
 
@@ -118,8 +120,7 @@ def draw_fresh(current: Pass) -> dict[str, Tensor]:
         return {}
     names = current.plan.loops.names_of(target.fresh)
     rules = {name: Prior(name) for name in names}
-    seen = current.outside
-    outside = Outside(seen.relocation, seen.sizes, validate=seen.validate)
+    outside = replace(current.outside, private=frozenset(), values={})
     follow = Pass(current.plan, target.call, current.state, derive, rules, {}, outside)
     follow.values = {
         name: value for name, value in current.values.items() if name not in target.hidden
@@ -163,9 +164,7 @@ def _join_states(current: Pass, drawn: Collection[str]) -> None:
             current.know(name, held.joined(values), drawn=True)
 
 
-def stages_of(
-    rules: Mapping[str, Rule], known: Collection[str]
-) -> Iterator[tuple[tuple[str, ...], ConjugateGroup | None]]:
+def stages_of(rules: Mapping[str, Rule], known: Collection[str]) -> Iterator[Stage]:
     """Yields the latents that one run of the model draws, and the group that is derived and drawn after it, if any.
 
     A group comes where its first member does, after all that its density reads.
@@ -184,7 +183,7 @@ def stages_of(
     done = set[Any](known)  # latents, and groups
     waiting: list[str] = []  # drawn by the next run
 
-    def stages_up_to(name: str) -> Iterator[tuple[tuple[str, ...], ConjugateGroup | None]]:
+    def stages_up_to(name: str) -> Iterator[Stage]:
         group = rules[name].group
         if name in done or group in done:
             return

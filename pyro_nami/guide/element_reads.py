@@ -25,12 +25,15 @@ from pyro_nami.program.runner import Message, Values
 from pyro_nami.program.site_values import redraw
 from pyro_nami.reading.changes import moved
 
-__all__ = ["element_reads", "without_predictive"]
+__all__ = ["ElementRows", "element_reads", "without_predictive"]
+
+# for each element of a factor, which elements of a node it reads
+ElementRows = tuple[tuple[bool, ...], ...]
 
 
 def element_reads(
     first: FirstCall, inverse: Inverse, order: Collection[str], *, most_elements: int = 256
-) -> dict[str, dict[Hashable, tuple[tuple[bool, ...], ...]]]:
+) -> dict[str, dict[Hashable, ElementRows]]:
     """Returns factor -> node -> boolean rows, one for each element of the factor: which elements of the node it reads.
 
     Left out is what reads all, and the elements of blocks; nothing is found for an inverse that elimination in its
@@ -71,7 +74,7 @@ def element_reads(
     ]
     elements = [(name, i) for name in eliminated for i in reversed(range(counts[name]))]
     parents = eliminate(BayesNet(sites, pairs, net.plate_sizes, net.nesting), elements).parents
-    result: dict[str, dict[Hashable, tuple[tuple[bool, ...], ...]]] = {}
+    result: dict[str, dict[Hashable, ElementRows]] = {}
     for name in order:
         for node in () if inverse.joint[name] else (*inverse.parents[name], name):
             own = [(name, i) for i in range(counts[name])]
@@ -118,10 +121,10 @@ def _reads(
         looked = torch.arange(counts[name])[~all_reads.any(0) | is_new].tolist()
         values = {u: value for u, value in draw.items() if u in held}
         try:
-            if looked and not _note_moves(first, name, values, reads, looked):
-                return {}
-        except (ValueError, RuntimeError, ArithmeticError):  # values that the model does not run at
-            return {}
+            if looked:
+                _note_moves(first, name, values, reads, looked)
+        except (ValueError, RuntimeError, ArithmeticError, KeyError):
+            return {}  # the model does not run at these values, or without the site
     # what shows nothing, as it has no density, reads all
     return {t: rows for t, rows in reads.items() if rows.any()}
 
@@ -132,14 +135,15 @@ def _note_moves(
     values: Values,
     reads: Mapping[str, Tensor],
     looked: Sequence[int],
-) -> bool:
-    """Notes which elements of children move with single elements of a site, at values; False if a run lacks the site.
+) -> None:
+    """Notes which elements of children move with single elements of a site, at values of all sites.
 
-    What no element is seen to read is changed all together once more; a child that then moves reads all.
+    Elements that nothing is seen to read are changed all together once more; a child that then moves reads all.
+
+    Raises:
+        KeyError: a run lacks the site.
     """
     before = first.run(values)
-    if name not in before:
-        return False
     base = before[name]["value"]
     other = redraw(before[name]["fn"], base)
     count = len(next(iter(reads.values()))[0])
@@ -162,4 +166,3 @@ def _note_moves(
         for t, rows in moves(~kept).items():
             if (rows & (reads[t] == kept).all(-1)).any():
                 reads[t][:] = True
-    return True

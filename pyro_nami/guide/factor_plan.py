@@ -20,7 +20,7 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site
 from pyro_nami.guide.columns import find_covariates
-from pyro_nami.guide.element_reads import element_reads, without_predictive
+from pyro_nami.guide.element_reads import ElementRows, element_reads, without_predictive
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates, SamplingOrder
@@ -199,7 +199,7 @@ def _factor_of(
     reads: Mapping[Any, Read],
     joint: frozenset[str],
     plates: Plates,
-    parts: Mapping[Any, tuple[tuple[bool, ...], ...]],
+    parts: Mapping[Any, ElementRows],
 ) -> Factor:
     """Returns the factor of a latent: what its network reads, and how its elements depend on each other.
 

@@ -53,8 +53,8 @@ __all__ = [
     "summaries",
 ]
 
-# Least residual of the regression that messages start at, as a share of a state's spread. With ten times less, data
-# that fit a few draws by chance are taken for a hundred times as precise; ten times more leaves data nothing to say.
+# Least residual of the regression that messages start at, as a share of a state's spread. With ten times less, a level
+# with three data a step, of noise 0.02, starts 195 nats a step worse; with ten times more, data say nothing at first.
 LEAST_LEFT = 0.1
 
 
