@@ -211,7 +211,8 @@ class _Derivation:
             return None
         if kept is None or not (is_step or self.call.derived.is_fixed):
             kept = self.unkept
-        key = group, "constants"
+        # of one draw, values have the shapes that the model sees
+        key = group, leading if leading.numel() == 1 else "many"
         if key not in kept:
             kept[key] = self._constants_of_one(known)
         if kept[key] is None:
