@@ -196,9 +196,10 @@ class _Derivation:
         return sites
 
     def _from_constants(self, known: Values) -> FromConstants | None:
-        """Returns the expansion of a Gaussian block by its constants, which are derived at one draw; None without any.
+        """Returns the expansion of a Gaussian block from its constants, derived at one draw; None if it has none.
 
-        Many draws at once pay for that, and steps of training from the second on. Calls on the same data keep them.
+        Many draws at once pay for this derivation, and so do steps of training from the second on. Constants are kept
+        for calls on the same data. Where they turn out to vary, the block is never derived from them again.
         """
         group, leading = self.group, self.current.leading
         is_plain = group.form == "Gaussian" and not group.bound
@@ -264,8 +265,8 @@ class _Derivation:
             options["observed"] = self.derived.observed.intersection(self.group.members)
         kind, nesting = expansion_of(group), plan.plates.nesting
         expansion = kind(group, leading, nesting, self.differentiable, **options)
-        if group.bound == "bounded":
-            for child in plan.bounds.keys() & set(group.children):
+        for child in group.children if group.bound == "bounded" else ():
+            if child in plan.bounds:
                 params = self.current.state.params(plan.bounds[child].name)
                 expansion.xi[child] = softplus(params.squeeze(-1))
         return expansion

@@ -40,7 +40,9 @@ from pyro_nami.parameters.free_parameters import MOST_COUPLED
 
 __all__ = ["PlannedFactors", "plan_factors"]
 
-# of a latent's and a datum's elements, of one instance, for latents to be drawn in turn
+# Pairs of an element of the latents and one of the data, in one instance, up to which binary latents are drawn in turn.
+# Each draw holds a number for each pair: with ten times more, a thousand draws take over a gigabyte; with ten times
+# fewer, 50 causes of 50 symptoms are drawn without explaining each other away.
 MOST_PAIRS = 2e4
 
 
