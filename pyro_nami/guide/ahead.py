@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,6 @@ from pyro_nami.program.runner import Values
 
 __all__ = ["DrawsAhead"]
 
-# draws in one pass; 128 take about twice the time of 64 in models of 1,000 rows
-MOST_DRAWS = 64
-
 Make = Callable[[int, int], Values]  # number of draws, seed -> draws of every latent
 
 
@@ -24,6 +22,9 @@ class DrawsAhead:
 
     Draws are a function of the seed: a call starts a new row of draws if the random number generator has moved since.
     Passes make 3, 6, 12, ... of them, so that the first one serves the two calls for shapes that `Predictive` makes.
+
+    Args:
+        most: draws in one pass; 128 take about twice the time of 64 in models of 1,000 rows.
 
     Example:
         >>> def make(count, seed):
@@ -36,14 +37,15 @@ class DrawsAhead:
         (True, False)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, most: int = 64) -> None:
+        self._most = most
         self._draws: Values = {}
         self._count, self._place = 0, 0  # of draws, and the next one
         self._key: Any = None
         self._left: Tensor | None = None  # state of the generator when the last call left it
 
     def __reduce__(self) -> Any:  # a copy has draws of its own
-        return DrawsAhead, ()
+        return partial(DrawsAhead, most=self._most), ()
 
     def next(self, key: Any, make: Make) -> Values:
         """Returns the next draw of every latent of a posterior, of which ``key`` tells.
@@ -55,7 +57,7 @@ class DrawsAhead:
             self._key, self._count, self._place = key, 0, 0
         seed = int(torch.randint(2**31, ()))  # in every call, so that no two leave the same state
         if self._place == self._count:
-            self._count, self._place = min(2 * self._count or FEWEST_DRAWS, MOST_DRAWS), 0
+            self._count, self._place = min(2 * self._count or FEWEST_DRAWS, self._most), 0
             self._draws = make(self._count, seed)
         self._place += 1
         self._left = torch.get_rng_state()

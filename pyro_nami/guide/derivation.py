@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -27,12 +27,13 @@ from pyro_nami.guide.call import Call, Kept
 from pyro_nami.guide.first_latents import first_conditionals
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
+from pyro_nami.guide.rules import order_of
 from pyro_nami.guide.warm_starts import DataSets, Starts
 from pyro_nami.messages import quoted
 from pyro_nami.program.flat_priors import improper_posterior
 from pyro_nami.program.isolation import forked_rng, outside_of_traces, untouched
 from pyro_nami.program.many_draws import MANY_DRAWS
-from pyro_nami.program.runner import Sites, Values
+from pyro_nami.program.runner import RunModel, Sites, Values
 
 __all__ = ["derive", "valid_at"]
 
@@ -51,41 +52,44 @@ class _Derivation:
 
     def __init__(self, current: Pass, group: ConjugateGroup) -> None:
         self.current, self.group = current, group
+        self.derived = current.derived
         self.plan: Plan = current.plan
         self.call: Call = current.call
         self.kept = self.call.derived.constants
+        self.unkept: dict[Any, Any] = {}  # constants for this pass alone
+        self.differentiable = torch.is_grad_enabled() and current.state.network.learns()
 
     def conditionals(self) -> Expansion:
-        """Returns the conditionals: those kept for the data, if there are some and they depend on nothing else."""
-        derived, key = self.current.derived, self._key_of_data()
+        """Returns the conditionals: the ones kept for the data, if there are any, else newly derived ones."""
+        key = self._key_of_data()
         kept: Kept | None = (self.kept or {}).get(key)
-        is_kept = kept is not None and kept.holds(self.call)
-        if kept is None or not is_kept or kept.conditionals is None:
-            with forked_rng():  # as draws shall not depend on what was derived before
+        if kept is not None and not kept.holds(self.call):
+            kept = None
+        if kept is None or kept.conditionals is None:
+            with forked_rng():  # draws shall not depend on what was derived before
                 expansion, sites = self._solved()
-                if key is not None and not is_kept:
+                if key is not None and kept is None:
                     self._keep(key, expansion, sites)
             return expansion
-        derived.sites.update(kept.sites)
+        self.derived.sites.update(kept.sites)
         if kept.near is not None:
-            derived.near[self.group] = kept.near
+            self.derived.near[self.group] = kept.near
         expansion = kept.conditionals.apart()
         return expansion
 
     @property
     def _is_other(self) -> bool:
-        """Whether this pass may have other members than planned, or is to serve other calls, in which it is traced."""
-        tracing = torch.jit.is_tracing()
-        return bool(self.call.lacking or self.current.derived.observed or tracing)
+        """Whether this pass may have other members than planned, or is traced in order to serve other calls."""
+        return bool(self.call.lacking or self.derived.observed or torch.jit.is_tracing())
 
     def _key_of_data(self) -> Any:
         """Returns the key of a group whose conditionals are found once for the data of training; None for others.
 
-        They depend on nothing that is drawn before, and the model states no parameters.
+        The conditionals depend on nothing that is drawn before, and the model has no parameters.
         """
-        group, derived = self.group, self.call.derived
-        depends = group.needed or group.bound or group.in_turn or self.plan.learns
-        is_fixed = derived.is_fixed and self.kept is not None and derived.surroundings
+        group, earlier = self.group, self.call.derived
+        depends = group.needed or group.bound or self.plan.learns
+        is_fixed = earlier.is_fixed and self.kept is not None and earlier.surroundings
         if depends or self._is_other or not is_fixed:
             return None
         return group, self.current.leading, "of data"
@@ -96,16 +100,17 @@ class _Derivation:
         In training they are derived once more, without gradients, when arguments come for the second time. A guide that
         is called once, or with a number that changes in each step, derives them no more often than it draws.
         """
-        derived, sources, kept = self.current.derived, self.call.sources, self.kept
+        sources, kept = self.call.sources, self.kept
         assert kept is not None
         if expansion.differentiable:
-            before, kept[key, "before"] = kept.get((key, "before")), Arguments(sources)
-            is_first = before is None or not before.are(sources)
-            if is_first or not self.current.state.network.passes:
+            before = kept.get((key, "before"))
+            kept[key, "before"] = Arguments(sources)
+            is_second = before is not None and before.are(sources)
+            if not (is_second and self.current.state.network.passes):
                 return
-        others = (each for each in kept.values() if isinstance(each, Kept))
-        arguments = next((each.arguments for each in others if each.holds(self.call)), None)
-        arguments = arguments or Arguments(sources, kept=True)
+        arguments = kept.get("arguments")  # one copy of them for all groups
+        if arguments is None or not arguments.are(sources):
+            arguments = kept["arguments"] = Arguments(sources, kept=True)
         found = Kept(arguments, surroundings=self.call.derived.surroundings)
         if expansion.differentiable:
             names = [name for name in expansion.until if name in sites]
@@ -115,7 +120,7 @@ class _Derivation:
                 return
             with torch.no_grad():
                 expansion, sites = self._solved()
-        near = derived.near.get(self.group)
+        near = self.derived.near.get(self.group)
         kept[key] = found._replace(
             conditionals=expansion.apart(),
             near=None if near is None else near.apart(),
@@ -127,170 +132,164 @@ class _Derivation:
 
         The pass is told the sites of the members.
         """
-        group, derived, kept = self.group, self.current.derived, self.kept
+        group = self.group
         known = {
             name: value.clone() if value.is_inference() else value
             for name, value in self.current.values.items()
             if name not in group.members
         }
-        from_one = self._from_one(known)
-        solved = None if from_one is None else self._run(from_one, known)
-        while solved is None:
-            solved = self._run(self._expansion(), known)
-        expansion, sites = solved
-        near: Any = expansion if type(expansion) is JointGaussian else derived.near.get(group)
+        expansion, sites = self._run(known)
+        near: Any = self.derived.near.get(group)
+        if type(expansion) is JointGaussian:
+            near = expansion
         _check_decided(expansion if isinstance(expansion, JointGaussian) else near)
-        if getattr(near, "unfound", None) is not None:
-            pass  # where no mode was found, no other search is to begin
-        elif near is not None and kept is not None and (near.has_moved or group.has_mode):
-            kept[group, expansion.leading, "at"] = {
-                name: at.detach() for name, at in near.references.items()
-            }
-        elif near is not None and near.has_moved:
-            for starts, data in self._starts():
-                starts.note(data, near.references)
+        if near is not None and getattr(near, "unfound", None) is None:
+            self._keep_start(near)
         if isinstance(expansion, LoopStates) and not expansion.unfound:
             self.call.derived.starts[group.members, "states"] = expansion.begin_next()
-        derived.sites.update({name: sites[name] for name in expansion.group.members})
+        self.derived.sites.update({name: sites[name] for name in expansion.group.members})
         return expansion, sites
 
-    def _run(self, expansion: Expansion, known: Values) -> tuple[Expansion, Sites] | None:
-        """Runs the model until an expansion of the group is solved.
+    def _keep_start(self, near: Any) -> None:
+        """Stores the point that a search has ended at, for later searches to start from."""
+        if self.kept is not None and (near.has_moved or self.group.has_mode):
+            at = {name: at.detach() for name, at in near.references.items()}
+            self.kept[self.group, near.leading, "at"] = at
+        elif near.has_moved:
+            for starts, data in self._starts():
+                starts.note(data, near.references)
 
-        Returns:
-            The solved expansion, and the sites of the last run. None where a run shows other sizes or observed members
-            than the expansion was made for, or where constants of the group are known from now on.
+    def _run(self, known: Values) -> tuple[Expansion, Sites]:
+        """Runs the model until an expansion of the group is solved; returns the expansion, and the last run's sites.
+
+        An expansion is made anew where a run shows other sizes, observed members or constants than it was made for.
         """
-        held = {**self.call.held, **known}
+        run = self._at(known)
 
-        def run(expansion: Expansion) -> Sites:
-            sites = self._sites(expansion, self.call.run, held)
-            if self._keeps_constants(expansion, held):
-                raise Changed
+        def sites_of(expansion: Expansion) -> Sites:
+            sites = self._sites(expansion, run)
             if isinstance(expansion, Newton):
-                self.current.derived.near[self.group] = expansion
+                self.derived.near[self.group] = expansion
             return sites
 
-        with suppress(Changed):
-            return solved(expansion, run(expansion), run)
-        return None
+        while True:
+            first = self._from_constants(known) or self._expansion()
+            with suppress(Changed):
+                return solved(first, sites_of(first), sites_of)
 
-    def _sites(self, expansion: Expansion, run: Any, held: Mapping[str, Any]) -> Sites:
-        """Returns the sites of a run; raises `Changed` if it observes members, which are known to the pass then."""
-        sites = expansion.sites(run, held)
+    def _at(self, known: Values) -> RunModel:
+        """Returns the function that runs the model where the values of some latents are known."""
+        held = {**self.call.held, **known}
+        return lambda values, until: self.call.run({**held, **values}, until=until)
+
+    def _sites(self, expansion: Expansion, run: RunModel) -> Sites:
+        """Returns the sites of a run; raises `Changed` if it observes members, which the pass then knows."""
+        sites = expansion.sites(run, {})
         members = [name for name in expansion.group.members if name in sites]
         observed = [name for name in members if sites[name]["is_observed"]]
-        self.current.derived.observed.update(observed)
         for name in observed:
+            self.derived.observed.add(name)
             if name not in self.current.values:
                 self.current.know(name, sites[name]["value"])
         if observed:
             raise Changed
         return sites
 
-    def _from_one(self, known: Values) -> FromConstants | None:
-        """Returns the expansion of a Gaussian block for many draws, from constants derived at one of the draws.
+    def _from_constants(self, known: Values) -> FromConstants | None:
+        """Returns the expansion of a Gaussian block from its constants, derived at one draw; None if it has none.
 
-        None for few draws, where there is no such thing, and where it is known from steps before. A call on the data of
-        training keeps it.
+        Many draws at once pay for this derivation, and so do steps of training from the second on. Constants are kept
+        for calls on the same data. Where they turn out to vary, the block is never derived from them again.
         """
         group, leading = self.group, self.current.leading
-        all_kept = {} if self.kept is None else self.kept
-        is_plain = group.form == "Gaussian" and not group.bound and not group.in_turn
+        is_plain = group.form == "Gaussian" and not group.bound
         is_one_data_set = self.plan.leading(self.call.values).numel() == 1
-        if leading.numel() < MANY_DRAWS or not is_plain or not is_one_data_set:
+        if not is_plain or not is_one_data_set or self._is_other:
             return None
-        if self._is_other or all_kept.get((group, leading)):
+        kept = self.kept
+        is_step = kept is not None and self.differentiable and self.current.state.network.passes
+        if leading.numel() < MANY_DRAWS and not is_step:
             return None
-        kept = all_kept if self.call.derived.is_fixed else {}
-        key = group, "one"
+        if kept is None or not (is_step or self.call.derived.is_fixed):
+            kept = self.unkept
+        # of one draw, values have the shapes that the model sees
+        key = group, leading if leading.numel() == 1 else "many"
         if key not in kept:
             kept[key] = self._constants_of_one(known)
         if kept[key] is None:
             return None
-        forget = functools.partial(kept.pop, key, None)
-        one = group, leading, self.plan.plates.nesting
-        return FromConstants(*one, constants=kept[key], forget=forget, is_rounded=True)
+        return FromConstants(
+            group,
+            leading,
+            self.plan.plates.nesting,
+            constants=kept[key],
+            forget=functools.partial(kept.__setitem__, key, None),
+            is_rounded=leading.numel() > 1,
+        )
 
     def _constants_of_one(self, known: Values) -> Constants | None:
-        """Returns the constants of a Gaussian block, derived at the first of many draws of the latents before it."""
-        plan, call, group = self.plan, self.call, self.group
-        nesting = plan.plates.nesting
-        # Of their sites' own shapes, as a model that is written for one draw takes no others.
-        first = {name: plan.first_of(name, value).detach() for name, value in known.items()}
-        first = {
-            name: value.clone().requires_grad_(value.is_floating_point())
-            for name, value in first.items()
-        }
-        sizes = self._sizes(group)
-        at = {name: plan.initial[name] for name in group.flat}
-
-        def run(values: Mapping[str, Any], until: Collection[str]) -> Sites:
-            return call.run({**call.held, **first, **values}, until=until)
-
-        def sites_of(expansion: Expansion) -> Sites:
-            return self._sites(expansion, run, {})
-
+        """Returns the constants of a Gaussian block, derived at the first draw of the latents before it."""
+        plan, group, first = self.plan, self.group, dict[str, Tensor]()
+        for name, value in known.items():
+            # in its site's own shape: a model that is written for one draw takes no other
+            value = plan.first_of(name, value).detach().clone()
+            first[name] = value.requires_grad_(value.is_floating_point())
+        run, at = self._at(first), {name: plan.initial[name] for name in group.flat}
+        nesting, sizes = plan.plates.nesting, dict(self._sizes(group))
         one = group, torch.Size((1,) * nesting), nesting
-        block = JointGaussian(*one, False, sizes=dict(sizes), at=at)
-        with suppress(Changed), untouched(call.program.model):
-            expansion, _ = solved(block, sites_of(block), sites_of)
-            return constants_of(*one, dict(sizes), run, expansion.references)
+        block = JointGaussian(*one, False, sizes=sizes, at=at)
+        with suppress(Changed), untouched(self.call.program.model):
+            sites = self._sites(block, run)
+            expansion, _ = solved(block, sites, lambda block: self._sites(block, run))
+            return constants_of(*one, sizes, run, expansion.references)
         return None
 
     def _sizes(self, group: ConjugateGroup) -> dict[str, int]:
-        """Returns the number of elements of each member; a run may show others than planned, which are kept here."""
+        """Returns the number of elements of each member, as planned or as an expansion has met them in a run."""
         sizes = dict(zip(group.members, group.elements))
-        return self.current.derived.sizes.setdefault(group, sizes)
+        return self.derived.sizes.setdefault(group, sizes)
 
     def _expansion(self) -> Expansion:
         """Returns the expansion of a group at the values drawn so far; a run of the model has to solve it."""
-        plan, call, derived, values = (
-            self.plan,
-            self.call,
-            self.current.derived,
-            self.current.values,
-        )
-        nesting, leading = plan.plates.nesting, self.current.leading
-        observed = derived.observed.intersection(self.group.members)
-        group = self.group.without(call.lacking, derived.observed)
+        plan, leading = self.plan, self.current.leading
+        group = self.group.without(self.call.lacking, self.derived.observed)
         options: dict[str, Any] = {"sizes": self._sizes(group)} if group.depths else {}
-        differentiable = torch.is_grad_enabled() and self.current.state.network.learns()
-        kept = (self.kept if differentiable and not torch.jit.is_tracing() else None) or {}
-        constants = kept.get((group, leading))
-        if constants is not None:
-            forget = functools.partial(kept.__setitem__, (group, leading), None)
-            return FromConstants(group, leading, nesting, constants=constants, forget=forget)
         if group.is_loop:
-            if begin := call.derived.starts.get((group.members, "states")):
+            if begin := self.call.derived.starts.get((group.members, "states")):
                 options["at"] = begin
         elif group.has_mode or group.form == "Gaussian":
-            # where to start
-            members = set(group.members)
-            near = [each for each in derived.near.values() if members <= set(each.group.members)]
-            at: Values = kept.get((group, leading, "at"), {})
-            if near:
-                at = near[-1].means(values, group.members)
-            if not at and (group.has_mode or group in call.derived.starts):
-                for starts, data in self._starts():
-                    at = starts.find(data, at)
-            options["at"] = {**{name: plan.initial[name] for name in group.flat}, **at}
+            options["at"] = self._start(group)
         if group.in_turn:
             rules: Any = plan.rules
-            orders = {name: rules[name].order for name in group.members}
-            options |= {"orders": orders, "observed": observed}
-        expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
+            options["orders"] = {name: order_of(rules[name].factor) for name in group.members}
+            options["observed"] = self.derived.observed.intersection(self.group.members)
+        kind, nesting = expansion_of(group), plan.plates.nesting
+        expansion = kind(group, leading, nesting, self.differentiable, **options)
         for child in group.children if group.bound == "bounded" else ():
             if child in plan.bounds:
                 params = self.current.state.params(plan.bounds[child].name)
                 expansion.xi[child] = softplus(params.squeeze(-1))
         return expansion
 
+    def _start(self, group: ConjugateGroup) -> Values:
+        """Returns the values that a group is expanded about first, as far as they are known."""
+        members, at = set(group.members), dict[str, Tensor]()
+        if self.kept and self.differentiable and not torch.jit.is_tracing():
+            at = self.kept.get((group, self.current.leading, "at"), at)
+        near = [each for each in self.derived.near.values() if members <= set(each.group.members)]
+        if near:
+            at = near[-1].means(self.current.values, group.members)
+        if not at and (group.has_mode or group in self.call.derived.starts):
+            for starts, data in self._starts():
+                at = starts.find(data, at)
+        return {**{name: self.plan.initial[name] for name in group.flat}, **at}
+
     def _starts(self) -> Iterator[tuple[Starts, DataSets]]:
         """Yields the warm starts for a group's mode search, and the data sets by which they are stored.
 
-        First those stored for the data sets alone. Then, if there is one draw for each data set, those stored for the
-        data sets and the values drawn so far."""
+        First come the starts stored for the data sets alone. Then, if there is one draw for each data set, come the
+        starts stored for the data sets and the values drawn so far.
+        """
         values, starts, group = self.call.values, self.call.derived.starts, self.group
         kind = self.plan.event_dims, self.plan.plates.nesting
         data = DataSets.of(values, *kind)
@@ -302,23 +301,6 @@ class _Derivation:
         whole = DataSets.of({**values, **before}, *kind) if before else None
         if whole is not None and len(whole.keys) == len(data.keys):
             yield starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
-
-    def _keeps_constants(self, expansion: Any, known: Values) -> bool:
-        """Stores constants of a Gaussian block for later steps on the same data; returns whether there are new ones."""
-        kept, key, call = self.kept, (expansion.group, expansion.leading), self.call
-        if kept is None or key in kept or not self.current.state.network.passes:
-            return False  # many guides are called once
-        if not expansion.differentiable or torch.jit.is_tracing():
-            return False
-        if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step
-            return False
-
-        def run(at: Mapping[str, Any], until: Collection[str]) -> Sites:
-            return call.run({**known, **at}, until=until)
-
-        with untouched(call.program.model):
-            kept[key] = constants_of(*key, expansion.nesting, expansion.sizes, run)
-        return kept[key] is not None
 
 
 def _check_decided(solved: Any) -> None:

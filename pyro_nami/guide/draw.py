@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -53,6 +54,8 @@ __all__ = [
     "start_pass",
 ]
 
+# latents that a run of the model draws, and the group that is derived and drawn after it, if any
+Stage = tuple[tuple[str, ...], ConjugateGroup | None]
 _OF_THE_MODEL = frozenset({"enumerate", "_markov_scope", "_markov_depth"})
 
 
@@ -62,14 +65,14 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     Latents of plate rows that the call has no data for, and those that the first call did not have, are drawn from the
     model's own conditional.
     """
-    rules = {name: rule for name, rule in plan.rules.items() if name not in call.lacking}
-    rules |= {name: Prior(name) for name in call.from_prior}
+    private = call.target.private
+    left_out = call.lacking | (call.target.hidden - private)
+    rules = {**plan.rules, **{name: Prior(name) for name in call.from_prior}}
+    rules = {name: rule for name, rule in rules.items() if name not in left_out}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
-    hidden, private = call.target.hidden, call.target.private
-    rules = {name: rule for name, rule in rules.items() if name not in hidden or name in private}
     sizes = outer_sizes(plan.plates.nesting)
     outside = Outside(_relocation(plan), sizes, private, validate)
-    current = Pass(plan, call, state, derive, rules=rules, outside=outside)
+    current = Pass(plan, call, state, derive, rules, dict(plan.families), outside)
     # what is compiled knows of no other data set
     if call.derived.is_fixed and plan.groups and torch.jit.is_tracing():
         one = valid_at(plan, call, quoted(plan.groups), "mode='minibatches' or mode='amortized'")
@@ -101,13 +104,12 @@ def hand_out(plan: Plan, call: Call, values: Values) -> dict[str, Tensor]:
     hidden = call.lacking | call.target.hidden
     for name in [name for name in plan.rules if name in values and name not in hidden]:
         own = call.program.loops.split({name: values[name]})
-        held, whole = call.program.loops.states.get(name), sites[name]["fn"].event_dim
+        held = call.program.loops.states.get(name)
+        event_dims = map(len, held.events) if held else [sites[name]["fn"].event_dim]
         with _At(sites[name]):
-            for i, (each, value) in enumerate(own.items()):
-                if each in call.target.absent:
-                    continue
-                event_dim = whole if held is None else len(held.events[i])
-                found[each] = pyro.sample(each, dist.Delta(value, event_dim=event_dim))
+            for (each, value), event_dim in zip(own.items(), event_dims):
+                if each not in call.target.absent:
+                    found[each] = pyro.sample(each, dist.Delta(value, event_dim=event_dim))
     return found
 
 
@@ -118,10 +120,8 @@ def draw_fresh(current: Pass) -> dict[str, Tensor]:
         return {}
     names = current.plan.loops.names_of(target.fresh)
     rules = {name: Prior(name) for name in names}
-    seen = current.outside
-    outside = Outside(seen.relocation, seen.sizes, validate=seen.validate)
-    known = current.plan, target.call, current.state
-    follow = Pass(*known, derive, rules=rules, families={}, outside=outside)
+    outside = replace(current.outside, private=frozenset(), values={})
+    follow = Pass(current.plan, target.call, current.state, derive, rules, {}, outside)
     follow.values = {
         name: value for name, value in current.values.items() if name not in target.hidden
     }
@@ -145,7 +145,7 @@ def _draw_along(current: Pass) -> None:
         if drawn:
             run = _DrawingRun(drawn, current)
             is_series = any(isinstance(current.rules[name], LearnedStates) for name in drawn)
-            program, names = current.call.program, current.plan.parameters
+            program, names = current.call.program, current.plan.program.parameters
             with constant_parameters(names, program.roots) if is_series else nullcontext():
                 program.play(run)
             if run.missing:
@@ -164,9 +164,7 @@ def _join_states(current: Pass, drawn: Collection[str]) -> None:
             current.know(name, held.joined(values), drawn=True)
 
 
-def stages_of(
-    rules: Mapping[str, Rule], known: Collection[str]
-) -> Iterator[tuple[tuple[str, ...], ConjugateGroup | None]]:
+def stages_of(rules: Mapping[str, Rule], known: Collection[str]) -> Iterator[Stage]:
     """Yields the latents that one run of the model draws, and the group that is derived and drawn after it, if any.
 
     A group comes where its first member does, after all that its density reads.
@@ -185,7 +183,7 @@ def stages_of(
     done = set[Any](known)  # latents, and groups
     waiting: list[str] = []  # drawn by the next run
 
-    def stages_up_to(name: str) -> Iterator[tuple[tuple[str, ...], ConjugateGroup | None]]:
+    def stages_up_to(name: str) -> Iterator[Stage]:
         group = rules[name].group
         if name in done or group in done:
             return
@@ -233,11 +231,10 @@ class _DrawingRun(Runner):
         call = current.call
         super().__init__({**call.held, **current.values}, call.indices, until=drawn)
         self._current = current
-        self._plan: Plan = current.plan
         self._rules: dict[str, Rule] = {**current.rules}
-        for name in drawn:
-            if isinstance(current.rules[name], LearnedStates):
-                self._rules |= current.rules[name].by_site(current)
+        for rule in map(current.rules.__getitem__, drawn):
+            if isinstance(rule, LearnedStates):
+                self._rules |= rule.by_site(current)
         self._to_draw = frozenset(call.program.loops.names_of(drawn))
         self._drawn: set[str] = set()
 
@@ -246,16 +243,16 @@ class _DrawingRun(Runner):
         self.values = {**self.values, **self._current.values}  # what is drawn stays
 
     def _process_message(self, msg: Any) -> None:
-        name, current = msg["name"], self._current
+        name, current, plan = msg["name"], self._current, self._current.plan
         super()._process_message(msg)
         if msg["type"] != "sample" or site_is_subsample(msg) or name in current.values:
             return
         rule = self._rules.get(name)
         if rule is None:
-            if name not in self._plan.names and name not in self.values and is_latent(msg):
+            if name not in plan.names and name not in self.values and is_latent(msg):
                 raise ValueError(new_site(name))
         elif msg["is_observed"] or name in self.values:
-            predictive = self._plan.inverse.predictive - self._plan.semi_observed
+            predictive = plan.inverse.predictive - plan.semi_observed
             if msg["is_observed"] and name in predictive:
                 raise ValueError(observed_latent(name))
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
@@ -270,10 +267,9 @@ class _DrawingRun(Runner):
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._drawn and msg["value"] is not None:
-            private = msg["name"] in self._current.outside.private
-            msg["value"] = self._current.take(
-                msg["name"], msg["value"], msg["fn"], seen=not private
-            )
+            name, current = msg["name"], self._current
+            seen = name not in current.outside.private
+            msg["value"] = current.take(name, msg["value"], msg["fn"], seen)
         super()._postprocess_message(msg)
 
 
@@ -283,21 +279,19 @@ def _draw_detached(current: Pass) -> None:
     for name in current.left():
         if name in call.held:
             current.know(name, call.held[name])
+    left = set(current.left())
     for name in current.plan.order:
-        rule = current.rules.get(name)
-        if rule is not None and name not in current.values and not isinstance(rule, Prior):
-            prior = None
-            if current.family(name).varies:
-                prior = current.run(until=[name])[name]["fn"]
+        if name in left and not isinstance(current.rules[name], Prior):
+            varies = current.family(name).varies
+            prior = current.run(until=[name])[name]["fn"] if varies else None
             _draw_at(current, name, call.sites[name], prior)
 
 
 def _draw_at(current: Pass, name: str, site: Message, prior: Distribution | None = None) -> None:
     """Draws a latent after the run of the model that its site is from, with the site's plates, mask and scale."""
-    shape = site["fn"].batch_shape
-    if current.rules[name].group is not None:  # at points of an expansion the site has further dims
-        shape = plate_shape(site)
     rule = current.rules[name]
+    # at points of an expansion the site has further dims
+    shape = site["fn"].batch_shape if rule.group is None else plate_shape(site)
     fn = rule.distribution(current, shape, prior)
     if name in current.outside.private:
         fn = current.one_for_each(fn)
@@ -381,8 +375,9 @@ def densities(
     know_all(current, values, sites)
     nothing: dict[str, Any] = {"fn": None, "mask": None}
     alike: dict[tuple, list[Term]] = {}
-    for name in (name for name in values if name in names):
-        found = current.rules[name].log_prob(current, values[name], sites.get(name) or nothing)
+    for name in filter(names.__contains__, values):
+        site = sites.get(name) or nothing
+        found = current.rules[name].log_prob(current, values[name], site)
         if isinstance(found, Tensor):
             yield found
             continue

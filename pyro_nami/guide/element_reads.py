@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,20 +25,26 @@ from pyro_nami.program.runner import Message, Values
 from pyro_nami.program.site_values import redraw
 from pyro_nami.reading.changes import moved
 
-__all__ = ["element_reads", "without_predictive"]
+__all__ = ["ElementRows", "element_reads", "without_predictive"]
 
-# elements of all sites together; each of them takes some runs of the model, so ten times as many take minutes
-MOST_ELEMENTS = 256
+# for each element of a factor, which elements of a node it reads
+ElementRows = tuple[tuple[bool, ...], ...]
 
 
 def element_reads(
-    first: FirstCall, inverse: Inverse, order: Collection[str]
-) -> dict[str, dict[Hashable, tuple[tuple[bool, ...], ...]]]:
+    first: FirstCall, inverse: Inverse, order: Collection[str], *, most_elements: int = 256
+) -> dict[str, dict[Hashable, ElementRows]]:
     """Returns factor -> node -> boolean rows, one for each element of the factor: which elements of the node it reads.
 
     Left out is what reads all, and the elements of blocks; nothing is found for an inverse that elimination in its
     order would not give, or where arguments other than data, a design matrix say, may bring another structure in
     another call. A site whose elements depend on each other in the model counts as one.
+
+    Args:
+        first: the first call.
+        inverse: what each latent reads.
+        order: the latents that are not drawn from the model.
+        most_elements: of all sites together. Each takes some runs of the model, so ten times as many take minutes.
     """
     data = {id(first.nodes[name]["value"]) for name in first.data}
     leaves = first.program.leaves()
@@ -51,7 +56,7 @@ def element_reads(
     plain = eliminate(net, eliminated).parents
     is_known = all(plain[name].keys() == inverse.parents[name].keys() for name in order)
     total = sum(counts.values())
-    if total == len(counts) or total > MOST_ELEMENTS or not is_known:
+    if total == len(counts) or total > most_elements or not is_known:
         return {}
     found = {(u, t): torch.ones(counts[t], counts[u], dtype=torch.bool) for u, t in net.edges}
     for name in net.sites:
@@ -69,7 +74,7 @@ def element_reads(
     ]
     elements = [(name, i) for name in eliminated for i in reversed(range(counts[name]))]
     parents = eliminate(BayesNet(sites, pairs, net.plate_sizes, net.nesting), elements).parents
-    result: dict[str, dict[Hashable, tuple[tuple[bool, ...], ...]]] = {}
+    result: dict[str, dict[Hashable, ElementRows]] = {}
     for name in order:
         for node in () if inverse.joint[name] else (*inverse.parents[name], name):
             own = [(name, i) for i in range(counts[name])]
@@ -116,10 +121,10 @@ def _reads(
         looked = torch.arange(counts[name])[~all_reads.any(0) | is_new].tolist()
         values = {u: value for u, value in draw.items() if u in held}
         try:
-            if looked and not _note_moves(first, name, values, reads, looked):
-                return {}
-        except (ValueError, RuntimeError, ArithmeticError):  # values that the model does not run at
-            return {}
+            if looked:
+                _note_moves(first, name, values, reads, looked)
+        except (ValueError, RuntimeError, ArithmeticError, KeyError):
+            return {}  # the model does not run at these values, or without the site
     # what shows nothing, as it has no density, reads all
     return {t: rows for t, rows in reads.items() if rows.any()}
 
@@ -130,24 +135,29 @@ def _note_moves(
     values: Values,
     reads: Mapping[str, Tensor],
     looked: Sequence[int],
-) -> bool:
-    """Notes which elements of children move with single elements of a site, at values; False if a run lacks the site.
+) -> None:
+    """Notes which elements of children move with single elements of a site, at values of all sites.
 
-    What no element is seen to read is changed all together once more; a child that then moves reads all.
+    Elements that nothing is seen to read are changed all together once more; a child that then moves reads all.
+
+    Raises:
+        KeyError: a run lacks the site.
     """
     before = first.run(values)
-    if name not in before:
-        return False
     base = before[name]["value"]
     other = redraw(before[name]["fn"], base)
     count = len(next(iter(reads.values()))[0])
 
     def moves(changed: Tensor) -> Values:
-        """Which elements of children move with those of the site that are ``changed``, ``(elements,)``."""
+        """Returns which elements of children move with the ``changed`` elements, ``(elements,)``, of the site."""
         event = before[name]["fn"].event_shape if count > 1 else ()
         mixed = torch.where(changed.to(base.device).reshape(event), other, base)
         after = first.run({**values, name: mixed})
-        return {t: _moved(before[t], after.get(t), len(rows)) for t, rows in reads.items()}
+        found = {}
+        for t, rows in reads.items():
+            each = moved(before[t], after.get(t), by_element=len(rows) > 1)
+            found[t] = each.reshape(-1, len(rows)).any(0).cpu()
+        return found
 
     for j in looked:
         for t, rows in moves(torch.arange(count) == j).items():
@@ -156,9 +166,3 @@ def _note_moves(
         for t, rows in moves(~kept).items():
             if (rows & (reads[t] == kept).all(-1)).any():
                 reads[t][:] = True
-    return True
-
-
-def _moved(before: Any, after: Any, count: int) -> Tensor:
-    """Returns which elements of a site, ``(count,)``, differ between its messages in two runs."""
-    return moved(before, after, by_element=count > 1).reshape(-1, count).any(0).cpu()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pyro_nami.deriving.bounded import LinearBernoulli
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import TOLERANCE, Expansion
-from pyro_nami.deriving.in_turn import InTurn, Order
+from pyro_nami.deriving.in_turn import InTurn
 from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.registry import make_family
@@ -20,10 +20,11 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site
 from pyro_nami.guide.columns import find_covariates
-from pyro_nami.guide.element_reads import element_reads, without_predictive
+from pyro_nami.guide.element_reads import ElementRows, element_reads, without_predictive
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates, SamplingOrder
+from pyro_nami.guide.rules import order_of
 from pyro_nami.guide.series import SeriesPlan, plan_series
 from pyro_nami.messages import warn
 from pyro_nami.parameters.conditioning import (
@@ -39,7 +40,9 @@ from pyro_nami.parameters.free_parameters import MOST_COUPLED
 
 __all__ = ["PlannedFactors", "plan_factors"]
 
-# of a latent's and a datum's elements, of one instance, for latents to be drawn in turn
+# Pairs of an element of the latents and one of the data, in one instance, up to which binary latents are drawn in turn.
+# Each draw holds a number for each pair: with ten times more, a thousand draws take over a gigabyte; with ten times
+# fewer, 50 causes of 50 symptoms are drawn without explaining each other away.
 MOST_PAIRS = 2e4
 
 
@@ -198,7 +201,7 @@ def _factor_of(
     reads: Mapping[Any, Read],
     joint: frozenset[str],
     plates: Plates,
-    parts: Mapping[Any, tuple[tuple[bool, ...], ...]],
+    parts: Mapping[Any, ElementRows],
 ) -> Factor:
     """Returns the factor of a latent: what its network reads, and how its elements depend on each other.
 
@@ -217,21 +220,6 @@ def _factor_of(
         node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
         for node, read in reads.items()
     }
-    autoregressive = first.within(name) == "autoregressive" and family.coupling != "none"
-    sequential = elements > 1 and autoregressive and any(map(any, parts.get(name, [[True]])))
-    linear = sequential and not first.options.simulated and family.coupling == "linear"
-    dependence: Dependence = "independent"
-    if sequential and family.stack is not None and name not in parts:
-        dependence = family.stack  # splines in sequence make all elements depend on each other
-    elif linear and elements <= MOST_COUPLED:
-        dependence = "linear"
-    elif sequential and not linear:
-        dependence = "sequential"
-    if linear and elements > MOST_COUPLED:
-        warn(
-            f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
-            f"{MOST_COUPLED} are drawn independently."
-        )
     return Factor(
         name,
         batch,
@@ -241,9 +229,30 @@ def _factor_of(
         family.num_features,
         plan_sources(batch, reads, frames, plates, joint),
         list(family.locations),
-        dependence,
+        _dependence(first, family, elements, parts),
         parts=parts,
     )
+
+
+def _dependence(
+    first: FirstCall, family: Family, elements: int, parts: Mapping[Any, Any]
+) -> Dependence:
+    """Returns how the elements of a latent depend on each other given the data; see `_factor_of`."""
+    name = family.name
+    is_plain = first.within(name) != "autoregressive" or family.coupling == "none"
+    if is_plain or elements < 2 or not any(map(any, parts.get(name, [[True]]))):
+        return "independent"
+    if family.stack is not None and name not in parts:
+        return family.stack  # splines in sequence make all elements depend on each other
+    if first.options.simulated or family.coupling != "linear":
+        return "sequential"
+    if elements <= MOST_COUPLED:
+        return "linear"
+    warn(
+        f"Site '{name}' has {elements} elements that depend on each other given the data; more than {MOST_COUPLED} "
+        "are drawn independently."
+    )
+    return "independent"
 
 
 def _bound_factors(
@@ -303,7 +312,7 @@ def _in_turn(
     events = sum(first.nodes[child]["fn"].event_shape.numel() for child in group.children)
     if not apart or events * sum(factor.num_elements for factor in own) > MOST_PAIRS:
         return group
-    orders = {factor.name: Order(factor.num_elements, factor.dims, factor.sizes) for factor in own}
+    orders = {factor.name: order_of(factor) for factor in own}
     nesting, draw = first.plates.nesting, first.draws[0]
     bounded: Expansion = LinearBernoulli(group, (1,) * nesting, nesting, False, orders=orders)
     try:

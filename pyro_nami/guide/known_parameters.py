@@ -133,10 +133,9 @@ def _adopt(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for waiting in list(_waiting):
         old, new = map(_alive, waiting)
         known = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        is_known = not known.isdisjoint(map(id, old))
         if not new or not known.isdisjoint(map(id, new)):
             _waiting.remove(waiting)
-        elif is_known:
+        elif not known.isdisjoint(map(id, old)):
             _waiting.remove(waiting)
             _replace(optimizer, old, new)
 
@@ -146,13 +145,12 @@ def _alive(references: Sequence[weakref.ref]) -> list[Tensor]:
 
 
 def _replace(optimizer: Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    gone = set(map(id, old))
-    is_first = True
+    gone, left = set(map(id, old)), [*new]
     for group in optimizer.param_groups:
         kept = [each for each in group["params"] if id(each) not in gone]
-        if is_first and len(kept) < len(group["params"]):
-            kept += new
-            is_first = False
+        if len(kept) < len(group["params"]):
+            kept += left
+            left = []
         group["params"][:] = kept
     for parameter in old:
         optimizer.state.pop(parameter, None)

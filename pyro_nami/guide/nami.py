@@ -393,7 +393,8 @@ class AutoNaMIGuide(DensityGuide):
             program, nesting = call.program._replace(model=model), plan.plates.nesting
             found, reason = for_many(program, nesting, partial(difference_at, few, nesting))
             is_mapped = isinstance(found.model, Vectorized)
-            many = plan if is_mapped == plan.vectorized else replace(plan, vectorized=is_mapped)
+            mapped = plan.program._replace(vectorized=is_mapped)
+            many = plan if mapped == plan.program else replace(plan, program=mapped)
             self._many = plan, many if reason is None else None
         return self._many[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ from pyro_nami.deriving.newton import Newton
 from pyro_nami.factors.boxed_normal import BoxedNormal
 from pyro_nami.factors.distribution import Relocated, Relocation, SiteDistribution
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.potentials import NormalPotential
 from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.parameters.network_state import NetworkState
@@ -87,31 +87,23 @@ class DerivedGroups:
         return {name: float(fn.lost.mean()) for name, fn in self.boxed.items()}
 
 
+@dataclass
 class Outside:
     """The draws of a pass as the handlers outside see them.
 
-    Args:
+    Attributes:
         relocation: where batch dims lie outside; None where they lie as inside.
         sizes: sizes of the plates around the guide, to the left of the model's own.
         private: latents that handlers outside do not see.
         validate: whether values are to be checked.
-
-    Attributes:
         values: latent -> its draw, with batch dims as they lie outside.
     """
 
-    def __init__(
-        self,
-        relocation: Relocation | None = None,
-        sizes: torch.Size = torch.Size(),
-        private: frozenset[str] = frozenset(),
-        validate: bool = False,
-    ) -> None:
-        self.validate = validate
-        self.relocation = relocation
-        self.sizes = sizes
-        self.private = private
-        self.values: dict[str, Tensor] = {}
+    relocation: Relocation | None = None
+    sizes: torch.Size = torch.Size()
+    private: frozenset[str] = frozenset()
+    validate: bool = False
+    values: dict[str, Tensor] = field(default_factory=dict)
 
     def see(self, fn: TorchDistribution) -> TorchDistribution:
         """Returns a distribution as the handlers outside see it."""
@@ -122,63 +114,48 @@ class Outside:
         return value if self.relocation is None else self.relocation.value_inside(value, event_dim)
 
 
+@dataclass(eq=False)
 class Pass:
     """What is known so far in one pass over the latents.
 
-    Args:
+    Attributes:
         plan, call: the guide's plan, and the call whose latents these are.
         state: the networks' state, with everything observed known.
-        derive: derives the exact conditionals of a group in a pass, at what is drawn before it.
-        rules: latent -> its rule in this call (`pyro_nami.guide.rules`), in program order; by default that of the plan.
-        families: latent -> what gives its features, of latents that others read; by default all.
+        derive_group: derives the conditionals of a group in a pass, at the values known so far.
+        rules: latent -> its rule in this call (`pyro_nami.guide.rules`), in program order.
+        families: latent that others may read -> its family; a prior may change its support and count in the pass.
         outside: the draws as handlers outside see them.
-
-    Attributes:
-        values: of latents, as the model sees them.
+        values: latent -> its value, as the model sees it.
         derived: what was derived from the model.
         anchors: latent -> location and scale of its prior, if its factor's location is relative to it.
         freedom: latent -> how much of its factor's own location its draw takes.
-        messages: states of a loop that networks learn -> what data say of them.
+        messages: states of a loop that networks learn, as a whole or at one site -> what data say of them.
 
     Example:
-        >>> rules = {"a": None, "b": None}
-        >>> current = Pass(None, None, None, None, rules=rules, families={})
+        >>> current = Pass(None, None, None, None, rules={"a": None, "b": None}, families={})
         >>> current.take("a", torch.tensor(1.0), torch.distributions.Normal(0.0, 1.0))
         tensor(1.)
         >>> current.left(), current.values
         (['b'], {'a': tensor(1.)})
     """
 
-    def __init__(
-        self,
-        plan: Any,
-        call: Any,
-        state: NetworkState,
-        derive: Callable[[Pass, ConjugateGroup], Expansion],
-        *,
-        rules: Mapping[str, Any] | None = None,
-        families: Mapping[str, Family] | None = None,
-        outside: Outside | None = None,
-    ) -> None:
-        self.plan = plan
-        self.call = call
-        self.state = state
-        self.outside = outside or Outside()
-        self.rules = plan.rules if rules is None else rules
-        self._families = plan.families if families is None else families
-        self._derive = derive
-        # families whose support or count varies, as they are in this pass
-        self._moved: dict[str, Family] = {}
-        self.values: dict[str, Tensor] = {}
-        self.derived = DerivedGroups()
-        self.anchors: dict[str, Tensor | None] = {}
-        self.freedom: dict[str, Tensor] = {}
-        self.messages: dict[str, Any] = {}
-        self._single: dict[str, list[Any]] = {}
+    plan: Any
+    call: Any
+    state: NetworkState
+    derive_group: Callable[[Pass, ConjugateGroup], Expansion]
+    rules: Mapping[str, Any]
+    families: dict[str, Family]
+    outside: Outside = field(default_factory=Outside)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    derived: DerivedGroups = field(default_factory=DerivedGroups)
+    anchors: dict[str, Tensor | None] = field(default_factory=dict)
+    freedom: dict[str, Tensor] = field(default_factory=dict)
+    messages: dict[str, Any] = field(default_factory=dict)
 
     def beside(self, values: Values) -> Pass:
         """Returns another pass, by the rules of the plan, in which values of some latents are known."""
-        other = Pass(self.plan, self.call, self.state, self._derive)
+        rules, families = self.plan.rules, dict(self.plan.families)
+        other = Pass(self.plan, self.call, self.state, self.derive_group, rules, families)
         other.values.update(values)
         return other
 
@@ -199,19 +176,16 @@ class Pass:
 
     def family(self, name: str, prior: Distribution | None = None) -> Family:
         """Returns a latent's family. A given prior sets its support and count for the rest of the pass."""
-        family = self._moved.get(name, self._families[name])
         if prior is not None:
-            family = self._families[name].at(prior)
-            if family.varies:
-                self._moved[name] = family
-        return family
+            self.families[name] = self.families[name].at(prior)
+        return self.families[name]
 
     def know(
         self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False
     ) -> None:
         """Stores the value of a latent, and gives the networks its features."""
         self.values[name] = value
-        if name in self._families and name in self.state.network.read:
+        if name in self.families and name in self.state.network.read:
             family = self.family(name)
             elements = family.layout.elements(value) if elements is None else elements
             features = family.element_features(elements).flatten(-2)
@@ -249,23 +223,10 @@ class Pass:
         if isinstance(fn, BoxedNormal):
             self.derived.boxed[name] = fn
 
-    def one_by_one(self, name: str, whole: Any) -> list[Any]:
-        """Returns the messages about the states of a loop site by site, given those about all of them."""
-        if name not in self._single:
-            states = self.call.program.loops.states[name]
-            if isinstance(whole, NormalPotential):
-                sizes = [event.numel() for event in states.events]
-                nothing = (None,) * len(sizes)
-                parts = [nothing if part is None else part.split(sizes, -1) for part in whole]
-                self._single[name] = [NormalPotential(*each) for each in zip(*parts)]
-            else:
-                self._single[name] = list(whole.unbind(-2))
-        return self._single[name]
-
     def derive(self, group: ConjugateGroup) -> Expansion:
         """Returns the exact conditionals of a group, derived now if they were not before."""
         if group not in self.derived.solved:
-            self.derived.solved[group] = self._derive(self, group)
+            self.derived.solved[group] = self.derive_group(self, group)
         return self.derived.solved[group]
 
     def check(self) -> None:
@@ -275,26 +236,18 @@ class Pass:
         """
         if self.derived.boxed and not (torch.is_grad_enabled() and self.state.network.learns()):
             self._warn_of_bounds()
-        returned = self.outside.values
-        sums = (
-            [value.detach().sum() for value in returned.values()] if self.outside.validate else []
-        )
-        if not sums:
+        sums = {name: value.detach().sum() for name, value in self.outside.values.items()}
+        if not sums or not self.outside.validate:
             return
-        # latent -> where its exact conditional is finite
-        finite = {
-            name: each
-            for solved in self.derived.solved.values()
-            for name, each in solved.finite.items()
-        }
+        finite: dict[str, Tensor] = {}  # latent -> where its exact conditional is finite
+        for solved in self.derived.solved.values():
+            finite.update(solved.finite)
         whole = [torch.stack([each.all() for each in finite.values()]).all()] if finite else []
-        total, *whole = torch.stack([torch.stack(sums).sum(), *whole]).tolist()
+        total, *whole = torch.stack([torch.stack([*sums.values()]).sum(), *whole]).tolist()
         if not all(whole):
             self._warn(finite)
-        if not math.isnan(total):
-            return
-        for name, total in zip(returned, sums):
-            if math.isnan(total.item()):
+        for name, each in sums.items() if math.isnan(total) else ():
+            if each.isnan():
                 bad = self.state.network.non_finite_parameter()
                 raise ValueError(
                     f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite"

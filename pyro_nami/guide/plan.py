@@ -21,7 +21,7 @@ from pyro_nami.guide.rules import Learned, LearnedStates, Rule, RuleNote
 from pyro_nami.guide.series import SeriesPlan
 from pyro_nami.parameters.conditioning import Plates, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
-from pyro_nami.program.loops import NO_LOOPS, Loops, family_of
+from pyro_nami.program.loops import Loops, family_of
 from pyro_nami.program.runner import Values
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.covariates import MASK
@@ -30,6 +30,7 @@ from pyro_nami.reading.index_maps.decoding import MapPlan
 __all__ = [
     "Covariates",
     "Plan",
+    "ProgramPlan",
     "SamplingOrder",
     "SitePlan",
     "missing_site",
@@ -88,11 +89,28 @@ class Covariates(NamedTuple):
         )
 
 
+class ProgramPlan(NamedTuple):
+    """What the first call has shown of the model as a program.
+
+    Attributes:
+        names: all sample sites, deterministic ones included.
+        parameters: the names that the model's own parameters have in the store.
+        loops: each loop is one site in all of the plan.
+        vectorized: whether the model is written for one draw, and mapped over draws.
+    """
+
+    names: frozenset[str]
+    parameters: frozenset[str]
+    loops: Loops
+    vectorized: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A guide's fixed structure."""
 
     bayesnet: BayesNet
+    program: ProgramPlan
     sampling: SamplingOrder
     plates: Plates
     sites: Mapping[str, SitePlan]
@@ -101,20 +119,35 @@ class Plan:
     bounds: Mapping[str, Factor]  # observed site -> what networks give for its bound
     read: tuple[str, ...]  # observed sites that some rule reads
     semi_observed: frozenset[str]  # latents that a call may observe
-    names: frozenset[str]  # all sites of the model, deterministic ones included
     covariates: Covariates
     map_plans: tuple[MapPlan, ...]  # how a call's index maps are found
     factory: Mapping[str, Any]  # dtype and device of the networks
-    vectorized: bool  # whether the model is one for one draw, and mapped over draws
-    learns: bool  # whether the model has parameters of its own
-    parameters: frozenset[str] = frozenset()  # of the model, by name in the store
-    loops: Loops = NO_LOOPS  # loops, whose sites are one each in all of the plan
-    series: SeriesPlan | None = None  # of states that networks learn, at any number of steps
 
     def for_many(self, model: Callable) -> Callable:
         """Returns the model as the plan's rules run it."""
-        is_one = self.vectorized and not isinstance(model, Vectorized)
+        is_one = self.program.vectorized and not isinstance(model, Vectorized)
         return Vectorized(model, self.plates.nesting) if is_one else model
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All sample sites of the model, deterministic ones included."""
+        return self.program.names
+
+    @property
+    def loops(self) -> Loops:
+        """The loops of the model, each of which is one site in all of the plan."""
+        return self.program.loops
+
+    @property
+    def learns(self) -> bool:
+        """Whether the model has parameters of its own."""
+        return bool(self.program.parameters)
+
+    @cached_property
+    def series(self) -> SeriesPlan | None:
+        """The states of a loop that networks learn, at any number of steps; None if there are none."""
+        rules = self.rules.values()
+        return next((rule.series for rule in rules if isinstance(rule, LearnedStates)), None)
 
     @property
     def inverse(self) -> Inverse:
@@ -130,11 +163,6 @@ class Plan:
     def groups(self) -> Mapping[str, ConjugateGroup]:
         """Latent -> the group that its conditional is derived with."""
         return self.sampling.groups
-
-    @cached_property
-    def masked(self) -> bool:
-        """Whether the model masks latents."""
-        return any(site.is_masked for site in self.sites.values())
 
     @cached_property
     def grid_points(self) -> int:
@@ -160,8 +188,7 @@ class Plan:
     def weighted(self) -> frozenset[str]:
         """The latents whose distributions depend on weights: the learned ones, and those with a learned bound."""
         bounded = {name for name, group in self.groups.items() if group.bound}
-        states = {name for name, rule in self.rules.items() if isinstance(rule, LearnedStates)}
-        return frozenset(self.learned) | bounded | states
+        return frozenset(self.learned) | bounded | set(self.loops_learned)
 
     @cached_property
     def blocks(self) -> dict[str, str]:
@@ -219,16 +246,19 @@ class Plan:
 
     def note(self, name: str) -> RuleNote:
         """Returns how a latent is drawn."""
-        rule = self.rules[name]
-        kind = rule.kind
-        if rule.group is not None:
-            by_form = "quadrature" if rule.group.is_tabulated else kind
-            by_form = "newton" if rule.group.is_loop and rule.group.is_located else by_form
-            kind = rule.group.bound or ("collapsed" if rule.group.form == "collapsed" else by_form)
-        reads = (
-            tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()
-        )
-        return RuleNote(kind, reads, "" if kind == "exact" else self.sampling.refused.get(name, ""))
+        kind, group = self.rules[name].kind, self.rules[name].group
+        if group is not None:
+            if group.bound:
+                kind = group.bound
+            elif group.form == "collapsed":
+                kind = "collapsed"
+            elif group.is_tabulated:
+                kind = "quadrature"
+            elif group.is_located:
+                kind = "newton"
+        reads = () if kind == "prior" else self.inverse.parents.get(name, ())
+        reason = "" if kind == "exact" else self.sampling.refused.get(name, "")
+        return RuleNote(kind, tuple(sorted(map(str, reads))), reason)
 
     def features(self, name: str, value: Tensor) -> Tensor:
         """Returns the raw features of a site's value, ``(*batch, features)``."""

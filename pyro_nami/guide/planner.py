@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from torch.distributions import constraints
 
@@ -18,7 +17,7 @@ from pyro_nami.factors.family import Family
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.factor_plan import PlannedFactors, plan_factors
 from pyro_nami.guide.first_call import FirstCall, data_features
-from pyro_nami.guide.plan import Plan, SamplingOrder, SitePlan
+from pyro_nami.guide.plan import Plan, ProgramPlan, SamplingOrder, SitePlan
 from pyro_nami.guide.rules import (
     Bounded,
     Exact,
@@ -27,7 +26,6 @@ from pyro_nami.guide.rules import (
     Located,
     Prior,
     Rule,
-    States,
 )
 from pyro_nami.messages import quoted
 from pyro_nami.parameters.conditioning import covariates_of
@@ -61,15 +59,20 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         for name, columns in found.covariates.columns.items()
         if {name, covariates_of(name)} & used
     }
-    sites = {}
-    for name in nodes:
-        if name in first.frames or name in emitted:
-            encoding = found.families.get(name)
-            if name in first.data and (found.series is None or name not in found.series.data):
-                encoding = encoding or data_features(first, name)
-            sites[name] = _site_plan(first, name, encoding, name in emitted)
+    sites = {
+        name: _site_plan(first, found, name, name in emitted)
+        for name in nodes
+        if name in first.frames or name in emitted
+    }
+    program = ProgramPlan(
+        names=frozenset(name for name, site in nodes.items() if site["type"] == "sample"),
+        parameters=frozenset(name for name, site in nodes.items() if site["type"] == "param"),
+        loops=first.program.loops,
+        vectorized=isinstance(first.program.model, Vectorized),
+    )
     return Plan(
         bayesnet=first.net,
+        program=program,
         sampling=order._replace(groups=found.groups),
         plates=found.plates,
         sites=sites,
@@ -77,15 +80,9 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         bounds=found.bounds,
         read=tuple(name for name in first.data if name in used),
         semi_observed=first.semi_observed,
-        names=frozenset(name for name, site in nodes.items() if site["type"] == "sample"),
         covariates=found.covariates._replace(columns=columns),
         map_plans=first.found.map_plans,
         factory=first.factory(order.latents),
-        vectorized=isinstance(first.program.model, Vectorized),
-        learns=any(site["type"] == "param" for site in nodes.values()),
-        parameters=frozenset(name for name, site in nodes.items() if site["type"] == "param"),
-        loops=first.program.loops,
-        series=found.series,
     )
 
 
@@ -98,18 +95,13 @@ def _rules(
         anchored = _anchored(first, found.families, order.inverse)
     read_masked = first.read_where_masked()
     rules = {}
-    for name in first.nodes:
-        if name in emitted:
-            rule = _rule(first, name, found, name in anchored)
-            mask = own_mask(first.nodes[name])
-            if (
-                mask is not None
-                and not isinstance(rule, LearnedStates)
-                and not isinstance(rule, Prior)
-            ):
-                is_untold = not bool(mask.any())
-                rule = dataclasses.replace(rule, is_flat=name in read_masked, is_untold=is_untold)
-            rules[name] = rule
+    for name in (name for name in first.nodes if name in emitted):
+        rule = _rule(first, name, found, name in anchored)
+        mask = own_mask(first.nodes[name])
+        if mask is not None and not isinstance(rule, (LearnedStates, Prior)):
+            is_untold = not bool(mask.any())
+            rule = dataclasses.replace(rule, is_flat=name in read_masked, is_untold=is_untold)
+        rules[name] = rule
     return rules
 
 
@@ -118,13 +110,10 @@ def _rule(first: FirstCall, name: str, found: PlannedFactors, anchored: bool) ->
     group = found.groups.get(name)
     if found.series is not None and name == found.series.name:
         return LearnedStates(name, series=found.series)
-    if group is None:
-        is_learned = name in found.factors
-        return _learned(first, name, found, anchored) if is_learned else Prior(name)
-    if group.is_loop:
-        return States(name, group)
     if name not in found.factors:
-        return Exact(name, group)
+        return Prior(name) if group is None else Exact(name, group)
+    if group is None:
+        return _learned(first, name, found, anchored)
     if group.form == "Bernoulli":
         before = found.reads[name].keys() & set(group.members) - {name}
         learned = _learned(first, name, found, True)
@@ -133,8 +122,11 @@ def _rule(first: FirstCall, name: str, found: PlannedFactors, anchored: bool) ->
     return Located(name, group, factor=found.factors[name], family=found.families[name])
 
 
-def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> SitePlan:
-    site = first.nodes[name]
+def _site_plan(first: FirstCall, found: PlannedFactors, name: str, emitted: bool) -> SitePlan:
+    site, encoding = first.nodes[name], found.families.get(name)
+    of_series = () if found.series is None else found.series.data
+    if encoding is None and name in first.data and name not in of_series:
+        encoding = data_features(first, name)
     return SitePlan(
         plates=first.frames.get(name, frozenset()),
         event_dim=site["fn"].event_dim,
@@ -186,19 +178,12 @@ def _anchored(
     trained on data a prior that nothing moves is none if it is bounded: most of its spread in unconstrained space
     may be one tail, and scales in units of it would be noise at rates that suit Pyro's guides.
     """
-    given = frozenset(first.net.observed)
-
-    def known(name: str) -> bool:
-        parents = frozenset(first.net.graph.predecessors(name))
-        real = peel_support(support_of(first.nodes[name]["fn"]))[0] is constraints.real
-        return (first.options.simulated or real or bool(parents)) and parents <= given.union(
-            inverse.parents[name]
-        )
-
-    return {
-        name
-        for name, family in families.items()
-        if name not in first.found.hidden_randomness
-        and known(name)
-        and family.anchor(first.nodes[name]["fn"]) is not None
-    }
+    found = set()
+    for name in families.keys() - first.found.hidden_randomness:
+        prior, parents = first.nodes[name]["fn"], set(first.net.graph.predecessors(name))
+        is_real = peel_support(support_of(prior))[0] is constraints.real
+        is_read = parents.issubset((*first.net.observed, *inverse.parents[name]))
+        is_steady = first.options.simulated or is_real or parents
+        if is_read and is_steady and families[name].anchor(prior) is not None:
+            found.add(name)
+    return found

@@ -10,7 +10,7 @@ subclass of `Rule` here, and say in `planner` which latents it serves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from pyro_nami.factors.links import relative_scale
 from pyro_nami.factors.normals import Coupling
 from pyro_nami.factors.potentials import NormalPotential, tilted
 from pyro_nami.guide.one_pass import Pass, Term
-from pyro_nami.guide.series import SeriesPlan, potentials_of
+from pyro_nami.guide.series import SeriesPlan, messages_of
 from pyro_nami.parameters.additions import expert
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.masks import own_mask
@@ -39,15 +39,14 @@ __all__ = [
     "Bounded",
     "Exact",
     "Learned",
-    "LearnedState",
     "LearnedStates",
     "Located",
     "Prior",
     "Rule",
     "RuleNote",
     "RuleNotes",
-    "States",
     "fixed_size",
+    "order_of",
 ]
 
 
@@ -66,9 +65,9 @@ class Rule:
     is_flat: bool = False
 
     def solved(self, current: Pass) -> Any:
-        """Returns the conditionals of its group."""
+        """Returns the conditionals that the members of its group are drawn from."""
         assert self.group is not None
-        return current.derive(self.group)
+        return current.derive(self.group.drawn)
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -83,8 +82,10 @@ class Rule:
         raise NotImplementedError
 
     def derived(self, current: Pass) -> tuple[TorchDistribution, bool]:
-        """Returns the distribution as the model gives it, without corrections, and whether it is exact."""
-        return self.distribution(current, torch.Size(), None), True
+        """Returns the conditional that is derived for its group, without corrections, and whether it is exact."""
+        assert self.group is not None
+        fn = current.derive(self.group).conditional(self.name, current.values, 0)
+        return fn, self.group.is_exact
 
     def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor | Term:
         """Returns the log density ``(*batch, *plates)`` in nats where all values are known, or what it is made of.
@@ -97,17 +98,13 @@ class Rule:
         raise NotImplementedError
 
     def mask(self, site: Message) -> Tensor | None:
-        """Returns where the latent's density counts at its site of a run of the model; None: everywhere."""
+        """Returns where the latent's density counts, at its site of a run of the model; None: everywhere."""
         return None if self.is_flat else own_mask(site)
 
     def masked(self, log_prob: Tensor, site: Message) -> Tensor:
-        """Returns a log density with zeros where the site is masked; as it is where no run of the model was needed."""
+        """Returns a log density with zeros where the site is masked; unchanged if the model was not run."""
         mask = None if site["fn"] is None else self.mask(site)
         return log_prob if mask is None else torch.where(mask, log_prob, torch.zeros_like(log_prob))
-
-    def target(self, current: Pass, value: Tensor, prior: Distribution) -> Tensor | None:
-        """Returns the elements ``(*batch, *plates, E)`` that a location is fitted to; None if networks give none."""
-        return None
 
     def note(self, current: Pass, elements: Tensor) -> None:
         """Stores the elements of a draw."""
@@ -146,20 +143,6 @@ class Exact(Rule):
 
 
 @dataclass(frozen=True)
-class States(Exact):
-    """The states of a loop, without corrections; see `pyro_nami.deriving.loop_states`."""
-
-    def solved(self, current: Pass) -> Any:
-        assert self.group is not None
-        return current.derive(self.group.drawn)
-
-    def derived(self, current: Pass) -> tuple[TorchDistribution, bool]:
-        assert self.group is not None
-        near = current.derive(self.group).conditional(self.name, current.values, 0)
-        return near, self.group.is_exact
-
-
-@dataclass(frozen=True)
 class LearnedStates(Rule):
     """q(z_t | z_(t-1), other latents, data from t on) ~ p(z_t | z_(t-1), other latents) times a message of networks.
 
@@ -176,11 +159,17 @@ class LearnedStates(Rule):
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
-        dims = len(batch_shape)
-        potentials = self.potentials(current)
-        if isinstance(potentials, NormalPotential):
-            return tilted(prior, potentials.map(lambda part: squeezed(part, dims, 1)))
-        return tilted(prior, squeezed(potentials, dims, 2))
+        assert prior is not None
+        dims, event = len(batch_shape), prior.event_shape
+        message = self._message(current)
+        if not isinstance(message, NormalPotential):
+            return tilted(prior, squeezed(message, dims, len(event) + 1))
+
+        def of_event_shape(part: Tensor) -> Tensor:
+            part = squeezed(part, dims, 1)
+            return part.reshape(part.shape[:-1] + event)
+
+        return tilted(prior, message.map(of_event_shape))
 
     def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
         prior = site["fn"]
@@ -188,54 +177,21 @@ class LearnedStates(Rule):
         return self.masked(fn.log_prob(value), site)
 
     def mask(self, site: Message) -> Tensor | None:
-        mask = site["mask"]  # those of the distribution stay in place
+        mask = site["mask"]  # masks of the distribution stay in place
         return None if mask is None or mask is True else torch.as_tensor(mask)
 
-    def potentials(self, current: Pass) -> Any:
-        """Returns the messages about all states in program order, found once in a pass."""
+    def by_site(self, current: Pass) -> dict[str, LearnedStates]:
+        """Returns site -> the rule for one state."""
+        states = current.call.program.loops.states[self.name]
+        return {site: replace(self, name=site) for site in states.sites}
+
+    def _message(self, current: Pass) -> NormalPotential | Tensor:
+        """Returns the message about all states, or about the one at this site; a pass computes all of them once."""
         if self.name not in current.messages:
             found = current.state.messages(self.series.sources)
-            current.messages[self.name] = potentials_of(
-                self.series, current.call.program.loops, found
-            )
+            loops = current.call.program.loops
+            current.messages.update(messages_of(self.series, loops, found))
         return current.messages[self.name]
-
-    def by_site(self, current: Pass) -> dict[str, LearnedState]:
-        """Returns site -> the rule of one state."""
-        states = current.call.program.loops.states[self.name]
-        return {
-            site: LearnedState(site, whole=self, place=i) for i, site in enumerate(states.sites)
-        }
-
-
-@dataclass(frozen=True)
-class LearnedState(Rule):
-    """One of `LearnedStates`."""
-
-    kind = "learned"
-
-    reads_prior: bool = True
-    whole: LearnedStates = None  # type: ignore[assignment]
-    place: int = 0  # among the states
-
-    def distribution(
-        self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
-    ) -> TorchDistribution:
-        assert prior is not None
-        event = prior.event_shape
-        parts = current.one_by_one(self.whole.name, self.whole.potentials(current))[self.place]
-        dims = len(batch_shape)
-        if not isinstance(parts, NormalPotential):
-            return tilted(prior, squeezed(parts, dims, 1))
-
-        def at_site(part: Tensor) -> Tensor:
-            part = squeezed(part, dims, 1)
-            return part.reshape(part.shape[:-1] + event)
-
-        return tilted(prior, parts.map(at_site))
-
-    def mask(self, site: Message) -> Tensor | None:
-        return self.whole.mask(site)
 
 
 @dataclass(frozen=True)
@@ -288,9 +244,8 @@ class Learned(Rule):
                 conditionals, anchor, target, factor.dims, factor.sizes
             )
         params = squeezed(self._params(state), len(batch_shape), 2)
-        if params.shape[:-2] != batch_shape:
-            target = torch.broadcast_shapes(params.shape[:-2], batch_shape)
-            params = params.expand(target + params.shape[-2:])
+        target = torch.broadcast_shapes(params.shape[:-2], batch_shape)
+        params = params.expand(target + params.shape[-2:])
         return self._at_once(current, state, family, params, anchor)
 
     def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor | Term:
@@ -310,6 +265,7 @@ class Learned(Rule):
         return Term(family, params, anchor, elements, family.layout.log_abs_det(elements, value))
 
     def target(self, current: Pass, value: Tensor, prior: Distribution) -> Tensor:
+        """Returns the elements ``(*batch, *plates, E)`` that a regression fits the location to."""
         family = current.family(self.name)
         anchor = self._anchor(family, prior) if family.locations else None
         location, scale = (0.0, 1.0) if anchor is None else anchor.unbind(-1)
@@ -364,9 +320,6 @@ class Located(Learned):
     def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
         return self.masked(self._bent(self._near(current), current.state).log_prob(value), site)
 
-    def note(self, current: Pass, elements: Tensor) -> None:
-        pass
-
     def derived(self, current: Pass) -> tuple[TorchDistribution, bool]:
         return self._near(current), False
 
@@ -392,11 +345,6 @@ class Bounded(Learned):
     kind = "bounded"
 
     before: tuple[str, ...] = ()  # latents of the group that are drawn before it, and that it reads
-
-    @property
-    def order(self) -> Order:
-        """The order in which the elements are drawn."""
-        return Order(self.factor.num_elements, self.factor.dims, self.factor.sizes)
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -426,6 +374,11 @@ class Bounded(Learned):
 
     def _known(self, current: Pass) -> Values:
         return {name: current.values[name] for name in self.before}
+
+
+def order_of(factor: Factor) -> Order:
+    """Returns the order in which the elements of a factor are drawn."""
+    return Order(factor.num_elements, factor.dims, factor.sizes)
 
 
 def _expanded(fn: TorchDistribution, batch_shape: torch.Size) -> TorchDistribution:

@@ -82,29 +82,28 @@ class DensityGuide(LazyGuide):
         with self._pyro_context:
             call = self._begin(args, kwargs, draws=False)
             plan, state = self._made(), self._start(call)
-            target = call.target
-            hidden = target.hidden
+            target, loops = call.target, call.program.loops
             new = [*call.from_prior, *(name for name in target.fresh if name not in plan.rules)]
             if new:
                 raise ValueError(new_site(new[0]))
-            loops = call.program.loops
             latents = loops.joined(latents)
             sites = sites and loops.messages(sites)
-            values = _left_of_plates(latents, plan, call.held.keys() | call.lacking | hidden)
-            names = (plan.rules.keys() if names is None else set(names)) - hidden
+            known = call.held.keys() | call.lacking | target.hidden
+            values = _left_of_plates(latents, plan, known)
+            names = (plan.rules.keys() if names is None else set(names)) - target.hidden
             if sites is None:
-                needed = names and (
-                    plan.masked or any(plan.rules[name].reads_prior for name in names)
-                )
-                sites = call.run({**call.held, **values}, until=plan.rules) if needed else {}
-            total = self.network.zero()
-            for log_prob in densities(start_pass(plan, state, call), values, sites, names):
-                total = total + sum_plates(log_prob, plan.plates.nesting)
+                is_masked = any(site.is_masked for site in plan.sites.values())
+                reads = is_masked or any(plan.rules[name].reads_prior for name in names)
+                is_run = names and reads
+                sites = call.run({**call.held, **values}, until=plan.rules) if is_run else {}
+            terms = [*densities(start_pass(plan, state, call), values, sites, names)]
             if target.fresh:
                 fresh = _left_of_plates(latents, plan, plan.rules.keys() - target.fresh)
                 sites = target.call.run({**values, **fresh}, until=fresh)
-                for name in fresh:
-                    total = total + sum_plates(log_density_of(sites[name]), plan.plates.nesting)
+                terms += [log_density_of(sites[name]) for name in fresh]
+            total = self.network.zero()
+            for term in terms:
+                total = total + sum_plates(term, plan.plates.nesting)
             return total
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from pyro_nami.factors.wrappers import innermost
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.networks.running import center_and_spread
 from pyro_nami.parameters.conditioning import (
-    Direct,
     Flattened,
     Plates,
     Pooled,
@@ -35,6 +34,7 @@ from pyro_nami.parameters.conditioning import (
     plan_sources,
     site_of,
 )
+from pyro_nami.parameters.inputs import concatenate
 from pyro_nami.parameters.series import SeriesInputs, SeriesNetwork, SeriesSizes, SeriesStart
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.loops import Loops, LoopSites, family_of, step_of
@@ -46,16 +46,16 @@ __all__ = [
     "NotASeriesError",
     "SeriesPlan",
     "make_series_network",
+    "messages_of",
     "plan_series",
-    "potentials_of",
     "reads_inputs",
     "series_inputs",
     "summaries",
 ]
 
-RIDGE = 1e-3  # added to the variances of standardized data in the regression that messages start at
-OTHER = 0.7  # times one more are numbers among the arguments, to see whether sites read them
-LEAST_LEFT = 0.1  # share of a state's spread that the regression leaves at least, as draws are few
+# Least residual of the regression that messages start at, as a share of a state's spread. With ten times less, a level
+# with three data a step, of noise 0.02, starts 195 nats a step worse; with ten times more, data say nothing at first.
+LEAST_LEFT = 0.1
 
 
 class NotASeriesError(Exception):
@@ -89,16 +89,16 @@ class _Layout(NamedTuple):
     """Where the sites of a call's loops are.
 
     Attributes:
-        num_steps: of the states.
-        width: elements of a step's states; of discrete ones, their number.
-        order: element of all states in program order -> its place among steps times elements; None: its own.
-        data: family of data -> the step of each of its sites; None: one each.
+        num_steps: number of steps of the states.
+        width: number of elements of a step's states.
+        order: the place of each element of all states, which are in program order, among steps times elements.
+        data: family of data -> the step of each of its sites.
     """
 
     num_steps: int
     width: int
-    order: tuple[int, ...] | None
-    data: dict[str, tuple[int, ...] | None]
+    order: list[int]
+    data: dict[str, list[int]]
 
 
 def plan_series(first: FirstCall, reads: Mapping[Any, Read], plates: Plates) -> SeriesPlan:
@@ -131,7 +131,8 @@ def reads_inputs(first: FirstCall) -> bool:
     Networks do not, so that messages would be wrong at other inputs. Steps are compared where all states are alike,
     and with a run at other numbers among the arguments.
     """
-    states, *data = first.program.loops.parts
+    loops = first.program.loops
+    states = loops.parts[0]
     known = {**first.draws[0], states.name: torch.zeros_like(first.nodes[states.name]["value"])}
     here, there = _sites_at(first.program, known), None
     for changed in (_changed, _changed_but_masks):
@@ -140,16 +141,13 @@ def reads_inputs(first: FirstCall) -> bool:
             there = there or _sites_at(first.program._replace(args=args, kwargs=kwargs), known)
     if there is None:
         return True
-    for held in (states, *data):
-        for family in {family_of(site): None for site in held.sites}:
+    for held in loops.parts:
+        for family in dict.fromkeys(map(family_of, held.sites)):
             # the first steps may have no states before
             sites = [site for site in held.sites if family_of(site) == family][states.back :]
-            if not sites:
-                continue
-            value, logs = here[sites[0]]["value"], []
-            for found in (here, there):
-                logs += [unmasked(found[site]["fn"]).log_prob(value) for site in sites]
-            if any(not torch.allclose(each, logs[0], rtol=1e-3, atol=1e-4) for each in logs):
+            fns = [unmasked(run[site]["fn"]) for run in (here, there) for site in sites]
+            logs = [fn.log_prob(here[sites[0]]["value"]) for fn in fns]
+            if not all(torch.allclose(each, logs[0], rtol=1e-3, atol=1e-4) for each in logs):
                 return True
     return False
 
@@ -165,7 +163,8 @@ def _sites_at(program: Program, values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _changed(leaf: Any) -> Any:
     """Returns another number, or tensor, of the same kind; integers stay, which may count steps."""
     is_real = isinstance(leaf, Tensor) and leaf.is_floating_point()
-    return OTHER * (1 + leaf) if is_real or isinstance(leaf, float) else leaf
+    # any other number would do, but zero changes as well, and what is positive stays positive
+    return 0.7 * (1 + leaf) if is_real or isinstance(leaf, float) else leaf
 
 
 def _changed_but_masks(leaf: Any) -> Any:
@@ -181,26 +180,25 @@ def _layout_of(loops: Loops) -> _Layout:
         ValueError: data have no state at their step, naming the site.
     """
     states, *data = loops.parts
-    place = {step: t for t, step in enumerate(sorted(set(map(step_of, states.sites))))}
+    places = {step: t for t, step in enumerate(sorted(set(map(step_of, states.sites))))}
     starts, width = {}, 0
     for family, event in states.families:
         starts[family] = width
-        width += 1 if states.values else event.numel()
-    index: list[int] = []
+        width += event.numel()
+    order: list[int] = []
     for site, event in zip(states.sites, states.events):
-        at = place[step_of(site)] * width + starts[family_of(site)]
-        index += range(at, at + (1 if states.values else event.numel()))
-    found: dict[str, tuple[int, ...] | None] = {}
+        start = places[step_of(site)] * width + starts[family_of(site)]
+        order += range(start, start + event.numel())
+    found = {}
     for held in data:
-        for site in held.sites:
-            if step_of(site) + held.shift not in place:
+        steps = {site: step_of(site) + held.shift for site in held.sites}
+        for site, step in steps.items():
+            if step not in places:
                 raise ValueError(
                     f"Expected states at the step of '{site}', as at the guide's first call; this call has none."
                 )
-        steps = tuple(place[step_of(site) + held.shift] for site in held.sites)
-        found[held.name] = None if steps == tuple(range(len(place))) else steps
-    is_own = index == list(range(len(place) * width))
-    return _Layout(len(place), width, None if is_own else tuple(index), found)
+        found[held.name] = [places[step] for step in steps.values()]
+    return _Layout(len(places), width, order, found)
 
 
 def series_inputs(
@@ -218,57 +216,56 @@ def series_inputs(
     Raises:
         ValueError: data have no state at their step, or a value for a step is missing.
     """
-    layout, parts = _layout_of(loops), []
-    for held in loops.parts:
-        if not held.is_observed:
-            continue
-        value, event_dim = values[held.name], len(held.events[0])
+    layout, data, there = _layout_of(loops), [], []
+    for held in loops.parts[1:]:
+        value, steps = values[held.name], layout.data[held.name]
         _check_steps(held, value)
         features = plan.encodings[held.name].features(value).flatten(-2)
-        assert features.dim() == value.dim() - event_dim + 1
-        here = torch.ones_like(features[..., :1])
+        here = features.isfinite().all(-1, keepdim=True).to(features)
         if held.name in counted:
             here = here * counted[held.name].unsqueeze(-1).to(here)
-        gap = ~features.isfinite().all(-1, keepdim=True)
-        here = torch.where(gap, 0.0, here)
-        steps = layout.data[held.name]
-        parts.append((_at_steps(features, steps, layout), _at_steps(here, steps, layout)))
-    batch = torch.broadcast_shapes(*(part.shape[:-1] for both in parts for part in both))
-    whole = [[part.expand(*batch, part.shape[-1]) for part in both] for both in parts]
-    features = torch.cat([features for features, _ in whole], -1)
-    families = torch.cat([here for _, here in whole], -1)
-    seen = torch.cat([here.expand_as(features) for features, here in whole], -1)
+        data.append(_placed(features, steps, layout.num_steps, -2))
+        there.append(_placed(here, steps, layout.num_steps, -2))
+    widths = [part.shape[-1] for part in data]
+    whole = _steps_first(concatenate([*data, *there]), plan)
+    features, families = whole.split([sum(widths), len(widths)], -1)
+    seen = families.repeat_interleave(torch.tensor(widths, device=whole.device), -1)
     exists = None
     if plan.name in counted:
-        exists = _steps_first(_by_step(counted[plan.name], layout).any(-1, keepdim=True), plan)
-        exists = exists.squeeze(-1)
-    features, seen, families = (_steps_first(part, plan) for part in (features, seen, families))
+        by_step = _by_step(counted[plan.name], layout).any(-1, keepdim=True)
+        exists = _steps_first(by_step, plan).squeeze(-1)
     return SeriesInputs(features, seen, families, exists)
 
 
-def potentials_of(
+def messages_of(
     plan: SeriesPlan, loops: Loops, found: NormalPotential | Tensor
-) -> NormalPotential | Tensor:
-    """Returns the potentials of all states in program order, ``(*left, *plates, elements)``.
+) -> dict[str, NormalPotential | Tensor]:
+    """Returns the message about all states in program order, by the name of the whole, and about each, by its site.
 
-    Logits are ``(*left, *plates, sites, values)``.
+    About all states, potentials are ``(*left, *plates, elements)``, logits ``(*left, *plates, sites, values)``.
 
     Args:
         plan: of the series.
         loops: of the call.
-        found: by step, as `NetworkState.messages` gives them.
+        found: the messages by step, as `NetworkState.messages` returns them.
     """
     layout, states = _layout_of(loops), loops.parts[0]
+    whole: NormalPotential | Tensor
+    single: Sequence[NormalPotential | Tensor]
 
     def in_order(part: Tensor) -> Tensor:
-        if layout.order is None:
-            return part
         return part[..., torch.tensor(layout.order, device=part.device)]
 
     if isinstance(found, NormalPotential):
-        return found.map(lambda part: in_order(part.flatten(-2)))
-    by_value = found.unflatten(-1, (layout.width, states.values)).flatten(-3, -2)
-    return in_order(by_value.mT).mT
+        whole = found.map(lambda part: in_order(part.flatten(-2)))
+        sizes = [event.numel() for event in states.events]
+        parts = [part.split(sizes, -1) for part in whole if part is not None]
+        single = [NormalPotential(*each) for each in zip(*parts)]
+    else:
+        by_value = found.unflatten(-1, (layout.width, states.values)).flatten(-3, -2)
+        whole = in_order(by_value.mT).mT
+        single = whole.unbind(-2)
+    return {plan.name: whole, **dict(zip(states.sites, single))}
 
 
 def make_series_network(
@@ -293,12 +290,12 @@ def make_series_network(
     """
     loops = first.program.loops
     states, layout = loops.parts[0], _layout_of(loops)
-    inputs = [series_inputs(plan, loops, draw, {}) for draw in [_own(first, plan), *first.draws]]
+    inputs = _first_inputs(first, plan)
     features = torch.cat([_flat(each.features) for each in inputs]).to(**factory)
     seen = torch.cat([_flat(each.seen) for each in inputs]).to(features)
     draws = [_flat(_steps_first(_by_step(draw[states.name], layout), plan)) for draw in first.draws]
     shift, scale = _standard(features, seen > 0)
-    number = layout.width
+    number = 0 if states.values else layout.width  # of Normal elements
     zeros, ones = torch.zeros(number), torch.ones(number)
     start = SeriesStart(shift, scale, zeros, ones, ones, zeros, zeros)
     if not states.values:
@@ -308,28 +305,27 @@ def make_series_network(
         fn: Any = innermost(first.nodes[states.name]["fn"])
         unit = _by_step(fn.scale, layout).reshape(-1, number).nanmedian(0).values
         start = start._replace(unit=unit.to(features))
-    given = sum(_width(source, widths, first.plates) for source in plan.sources)
-    outputs = number * states.values if states.values else number
     sizes = SeriesSizes(
-        len(plan.data), given, outputs, not states.values, is_summarized, is_bounded
+        num_families=len(plan.data),
+        num_given=sum(_width(source, widths, first.plates) for source in plan.sources),
+        num_outputs=layout.width * (states.values or 1),
+        is_normal=not states.values,
+        is_summarized=is_summarized,
+        is_bounded=is_bounded,
     )
-    if states.values:
-        start = start._replace(
-            center=start.center[:0], spread=start.spread[:0], unit=start.unit[:0]
-        )
     return SeriesNetwork(sizes, start, register, factory)
 
 
 def summaries(first: FirstCall, plan: SeriesPlan, network: SeriesNetwork) -> Tensor:
-    """Returns what the summaries of draws of the model are at first, ``(rows, features)``."""
-    loops = first.program.loops
-    inputs = [series_inputs(plan, loops, draw, {}) for draw in first.draws or [_own(first, plan)]]
-    return torch.cat([_flat(network.start(each).summary()) for each in inputs])
+    """Returns the first summaries of draws of the model, ``(rows, features)``; of the data if there are no draws."""
+    own, *drawn = _first_inputs(first, plan)
+    return torch.cat([_flat(network.start(each).summary()) for each in drawn or [own]])
 
 
-def _own(first: FirstCall, plan: SeriesPlan) -> dict[str, Tensor]:
-    """Returns the data of the first call."""
-    return {name: first.nodes[name]["value"] for name in plan.data}
+def _first_inputs(first: FirstCall, plan: SeriesPlan) -> list[SeriesInputs]:
+    """Returns what networks read of the first call's data, then of each draw of the model."""
+    own = {name: first.nodes[name]["value"] for name in plan.data}
+    return [series_inputs(plan, first.program.loops, each, {}) for each in (own, *first.draws)]
 
 
 def _check_steps(held: LoopSites, value: Tensor) -> None:
@@ -342,22 +338,19 @@ def _check_steps(held: LoopSites, value: Tensor) -> None:
         )
 
 
-def _at_steps(part: Tensor, steps: tuple[int, ...] | None, layout: _Layout) -> Tensor:
-    """Returns ``(*batch, sites, features)`` at the steps of the states, zeros at those without a site."""
-    if steps is None:
-        return part
-    whole = part.new_zeros(*part.shape[:-2], layout.num_steps, part.shape[-1])
-    return whole.index_copy(-2, torch.tensor(steps, device=part.device), part)
+def _placed(part: Tensor, places: list[int], size: int, dim: int, gap: float = 0.0) -> Tensor:
+    """Returns a tensor of some size along a dim, with the entries at given places, and ``gap`` at all others."""
+    shape = [*part.shape]
+    shape[dim] = size
+    index = torch.tensor(places, device=part.device)
+    return part.new_full(shape, gap).index_copy(dim, index, part)
 
 
 def _by_step(value: Tensor, layout: _Layout) -> Tensor:
     """Returns ``(*batch, elements)`` of all states by step, ``(*batch, steps, width)``; NaN, or False, in gaps."""
-    size = layout.num_steps * layout.width
-    if layout.order is not None:
-        gap = math.nan if value.is_floating_point() else 0
-        whole = value.new_full((*value.shape[:-1], size), gap)
-        value = whole.index_copy(-1, torch.tensor(layout.order, device=value.device), value)
-    return value.unflatten(-1, (layout.num_steps, layout.width))
+    gap = math.nan if value.is_floating_point() else 0
+    placed = _placed(value, layout.order, layout.num_steps * layout.width, -1, gap)
+    return placed.unflatten(-1, (layout.num_steps, layout.width))
 
 
 def _steps_first(part: Tensor, plan: SeriesPlan) -> Tensor:
@@ -371,18 +364,17 @@ def _flat(part: Tensor) -> Tensor:
 
 
 def _standard(features: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns shift and scale of each column of ``(rows, features)``; one of zeros and ones is left as it is."""
-    shift, scale = [], []
-    for column, there in zip(features.unbind(-1), seen.unbind(-1)):
-        rows = column[there]
-        rows = rows[rows.isfinite()]
-        center, spread = column.new_zeros(()), column.new_ones(())
-        if len(rows) > 1 and not bool(((rows == 0) | (rows == 1)).all()):
-            center, spread = (part[0] for part in center_and_spread(rows.unsqueeze(-1)))
-        usable = bool(spread.isfinite() and spread > 1e-6 * center.abs() and spread > 0)
-        scale.append(1 / spread if usable else torch.ones_like(spread))
-        shift.append(-center * scale[-1])
-    return torch.stack(shift), torch.stack(scale)
+    """Returns shift and scale of each column of ``(rows, features)``; a column of zeros and ones is left as it is."""
+    shift, scale = torch.zeros_like(features[0]), torch.ones_like(features[0])
+    for i, (column, there) in enumerate(zip(features.unbind(-1), seen.unbind(-1))):
+        rows = column[there & column.isfinite()]
+        if len(rows) < 2 or bool(((rows == 0) | (rows == 1)).all()):
+            continue
+        center, spread = center_and_spread(rows.unsqueeze(-1))
+        if spread > 1e-6 * center.abs():
+            scale[i] = 1 / spread
+        shift[i] = -center * scale[i]
+    return shift, scale
 
 
 def _at_regression(start: SeriesStart, x: Tensor, z: Tensor) -> SeriesStart:
@@ -398,22 +390,20 @@ def _at_regression(start: SeriesStart, x: Tensor, z: Tensor) -> SeriesStart:
         center[e], spread[e] = goal.mean(), goal.std().clamp(min=1e-6)
         design = x[fine].double()
         goal = ((goal - center[e]) / spread[e]).double()
-        gram = design.mT @ design + RIDGE * len(goal) * torch.eye(
-            x.shape[-1], dtype=design.dtype, device=x.device
-        )
-        found = torch.linalg.solve(gram, design.mT @ goal)
+        # features that single precision hardly tells apart share their slope
+        rtol = torch.finfo(torch.float32).eps
+        inverse = torch.linalg.pinv(design.mT @ design, hermitian=True, rtol=rtol)
+        found = inverse @ (design.mT @ goal)
         # degrees of freedom, without which residuals of many features would tell too little
         free = len(goal) - x.shape[-1]
         residual = ((goal - design @ found).square().sum() / free).sqrt()
         if residual < 1:
-            slope[e], left[e] = found.to(x), residual.clamp(min=LEAST_LEFT).to(x)
+            slope[e], left[e] = found, residual.clamp(min=LEAST_LEFT)
     return start._replace(center=center, spread=spread, slope=slope, left=left)
 
 
 def _width(source: Source, widths: Mapping[Any, int], plates: Plates) -> int:
-    """Returns the number of features that a source gives."""
-    if isinstance(source, Direct):
-        return widths[source.node]
-    assert not isinstance(source, Pooled)
-    members = source.plates if isinstance(source, Flattened) else ()
-    return _width(source.source, widths, plates) * math.prod(plates.sizes[p] for p in members)
+    """Returns the number of features that a source gives, which is not pooled."""
+    (node,) = nodes_of(source)
+    flat = [part.plates for part in parts_of(source) if isinstance(part, Flattened)]
+    return widths[node] * math.prod(plates.sizes[plate] for each in flat for plate in each)
