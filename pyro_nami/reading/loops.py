@@ -207,6 +207,7 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
         ValueError: states are read before the loop ends, by a latent that later ones depend on.
     """
     of: dict[Any, str] = {site: held.name for held in loops.parts for site in held.sites}
+    lags = _lags(loops, net)
     sites: dict[Any, Site] = {}
     for name, site in net.sites.items():
         whole = of.get(name, name)
@@ -218,6 +219,7 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
                 observed=site.observed,
                 support_parents=support - {whole},
                 marginalized=site.marginalized,
+                lag=lags.get(whole),
             )
     rank = {name: i for i, name in enumerate(sites)}
     edges = dict.fromkeys((of.get(u, u), of.get(v, v)) for u, v in net.edges)
@@ -229,6 +231,22 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
         elif not sites[u].observed:
             raise ValueError(f"Expected '{u}' to end before '{v}' reads it.")
     return BayesNet(sites, forward, net.plate_sizes, net.nesting)
+
+
+def _lags(loops: Loops, net: BayesNet) -> dict[str, int]:
+    """Returns the `Site.lag` of the states, and of each family of data, of a loop."""
+    steps = {site: step_of(site) for held in loops.states.values() for site in held.sites}
+    together = {site: [step] for site, step in steps.items()}  # steps of states that it depends on
+    for parent, site in net.edges:
+        if parent in steps:
+            together.setdefault(site, []).append(steps[parent])
+    data = [held for held in loops.parts if held.is_observed]
+    after = {
+        held.name: min(step_of(name) - max(together.get(name, [0])) for name in held.sites)
+        for held in data
+    }
+    back = max(max(found) - min(found) for found in together.values())
+    return after | dict.fromkeys(loops.states, back)
 
 
 def _is_state(site: Mapping[str, Any], learned: bool = False) -> bool:
