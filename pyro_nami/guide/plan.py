@@ -109,6 +109,7 @@ class Plan:
     learns: bool  # whether the model has parameters of its own
     parameters: frozenset[str] = frozenset()  # of the model, by name in the store
     loops: Loops = NO_LOOPS  # loops, whose sites are one each in all of the plan
+    computed: frozenset[str] = frozenset()  # see `Program.computed`
     series: SeriesPlan | None = None  # of states that networks learn, at any number of steps
 
     def for_many(self, model: Callable) -> Callable:

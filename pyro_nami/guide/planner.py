@@ -85,6 +85,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         learns=any(site["type"] == "param" for site in nodes.values()),
         parameters=frozenset(name for name, site in nodes.items() if site["type"] == "param"),
         loops=first.program.loops,
+        computed=first.program.computed,
         series=found.series,
     )
 

@@ -49,6 +49,7 @@ class Extraction(NamedTuple):
             ``(size_q,)``: as sites read it, without what follows from two of them.
         map_plans: how to find these maps in other calls, for those that the caller did not give.
         loops: the loops of the model, if they were asked for; the network has them as one site each.
+        computed: the observed sites whose data are computed from latents, as in ``obs=y - z``.
     """
 
     bayesnet: BayesNet
@@ -59,6 +60,7 @@ class Extraction(NamedTuple):
     index_maps: dict[tuple[str, str], Tensor]
     map_plans: tuple[MapPlan, ...]
     loops: Loops = NO_LOOPS
+    computed: frozenset[str] = frozenset()
 
 
 def extract_bayesnet(
@@ -119,9 +121,16 @@ def extract(
         found = intervene(probe, claims)
         maps, plans, finished = search_maps(probe, found)
     _warn(probe, found, finished)
-    net = _network(probe, found, maps)
-    hidden = frozenset(found.hidden)
-    return Extraction(net, probe.trace, len(found.checked), found.escaped, hidden, maps, plans)
+    return Extraction(
+        _network(probe, found, maps),
+        probe.trace,
+        len(found.checked),
+        found.escaped,
+        frozenset(found.hidden),
+        maps,
+        plans,
+        computed=frozenset(found.computed),
+    )
 
 
 def _lifted(probe: Probe, found: Dependencies, learned: bool) -> Extraction | None:
@@ -136,7 +145,10 @@ def _lifted(probe: Probe, found: Dependencies, learned: bool) -> Extraction | No
         net = with_loops(_network(probe, found, ()), loops)
     except ValueError:
         return None
-    return Extraction(net, probe.trace, len(sites), found.escaped, frozenset(), {}, (), loops)
+    computed = frozenset(found.computed)
+    return Extraction(
+        net, probe.trace, len(sites), found.escaped, frozenset(), {}, (), loops, computed
+    )
 
 
 def _network(
