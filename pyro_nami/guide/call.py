@@ -223,9 +223,10 @@ def reference_values(plan: Plan) -> dict[str, Any]:
 
 
 def _event(sites: Sites, name: str) -> torch.Size:
-    """Returns the event shape of a site; of a loop, whose length may differ, none."""
+    """Returns the event shape of a site; of a loop of several sites, whose length may differ, none."""
     site = sites[name]
-    return torch.Size() if "part" in site else site["fn"].event_shape
+    is_of_any_length = "part" in site and "stack" not in site
+    return torch.Size() if is_of_any_length else site["fn"].event_shape
 
 
 def _notice(fresh: tuple[str, ...], before: Sites, now: Sites) -> str:

@@ -27,7 +27,7 @@ _MOST_COVARIATES = 64
 def find_covariates(first: FirstCall) -> Covariates:
     """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""
     loops = first.program.loops
-    whole = {held.name for held in loops.parts} if loops.is_learned else set()
+    whole = {held.name for held in loops.parts} if loops.is_learned else loops.rows.keys()
     sites = [
         name
         for name, site in first.net.sites.items()

@@ -35,6 +35,7 @@ from pyro_nami.reading.changes import moved
 from pyro_nami.reading.extraction import Extraction, extract, is_blocked
 from pyro_nami.reading.loops import has_loop
 from pyro_nami.reading.masked_latents import read_where_masked
+from pyro_nami.reading.series import has_series
 
 __all__ = [
     "FirstCall",
@@ -141,7 +142,7 @@ def first_call(
         learned: whether networks are to say what its states are; see `find_loops`.
     """
     prototype = first_run(program, options.init_loc_fn or near_origin)
-    lifted = lifted and not random_layers and has_loop(prototype.nodes, learned)
+    lifted = lifted and not random_layers and _has_steps(prototype.nodes, learned)
     if not lifted:
         prototype = _started(program, options, prototype)
     nodes: Sites = prototype.nodes
@@ -184,6 +185,11 @@ def first_call(
         passing=passing,
         unread=passing.union(name for name in moving if not stacks[name]),
     )
+
+
+def _has_steps(nodes: Sites, learned: bool) -> bool:
+    """Whether latents look like the steps of a loop, or like the innovations of a series."""
+    return has_loop(nodes, learned) or not learned and has_series(nodes)
 
 
 def _warn_of_residuals(computed: Collection[str], options: Options) -> None:

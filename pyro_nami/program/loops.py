@@ -23,6 +23,7 @@ from pyro_nami.factors.wrappers import base_of, innermost, layers
 from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.masks import is_masked
 from pyro_nami.program.runner import Runner, changed_event_shape
+from pyro_nami.program.series_sites import SeriesSites
 from pyro_nami.program.site_values import num_values
 
 __all__ = ["NO_LOOPS", "LoopSites", "Loops", "family_of", "step_of"]
@@ -116,6 +117,12 @@ class LoopSites(NamedTuple):
         return self._replace(
             sites=tuple(sites), events=tuple(events[family_of(name)] for name in sites)
         )
+
+    def zeros(self, fn: Any) -> Tensor:
+        """Returns a value of zeros for the whole, given the distribution of its first site."""
+        base: Any = innermost(fn)
+        like = base.enumerate_support(expand=False) if self.values else base.loc
+        return like.new_zeros((*fn.batch_shape, self.size))
 
     def split(self, value: Tensor) -> tuple[Tensor, ...]:
         """Returns the values of the sites, given the value of the whole."""
@@ -248,15 +255,21 @@ class Loops(NamedTuple):
         (['z[time]'], tensor([0., 0., 1.]))
     """
 
-    parts: tuple[LoopSites, ...] = ()
+    parts: tuple[LoopSites | SeriesSites, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.parts)
 
     @property
-    def states(self) -> dict[str, LoopSites]:
+    def states(self) -> dict[str, LoopSites | SeriesSites]:
         """Name -> states of a loop, as one latent."""
         return {held.name: held for held in self.parts if not held.is_observed}
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Observed site -> the dim along which its rows read the states of a series, one step after another."""
+        series = [held for held in self.parts if isinstance(held, SeriesSites)]
+        return {name: dim for held in series for name, dim in held.rows}
 
     @property
     def is_learned(self) -> bool:
@@ -325,6 +338,9 @@ class Loops(NamedTuple):
             elif held.name not in found and (is_whole or sites.keys() >= set(held.sites)):
                 part = held.within(sites.keys())
                 found[held.name] = part.message([sites[each] for each in part.sites])
+        for name, dim in self.rows.items():
+            if name in found:
+                found[name] = {**found[name], "along": dim}
         return found
 
     def prepare(self, runner: Runner) -> None:
@@ -343,7 +359,7 @@ NO_LOOPS = Loops()
 class _Lazy:
     """Values of the sites of a loop, where a function of a prior makes that of the whole: once, at the first site."""
 
-    def __init__(self, held: LoopSites, make: Callable[[Any], Tensor]) -> None:
+    def __init__(self, held: LoopSites | SeriesSites, make: Callable[[Any], Tensor]) -> None:
         self._held, self._make = held, make
         self._values: Sequence[Tensor] | None = None
 
@@ -352,11 +368,8 @@ class _Lazy:
 
     def _part(self, i: int, fn: Any) -> Tensor:
         if self._values is None:
-            base: Any = innermost(fn)
-            like = base.enumerate_support(expand=False) if self._held.values else base.loc
-            zeros = like.new_zeros((*fn.batch_shape, self._held.size))
             # of the prior only the shape is known yet
-            whole = dist.Delta(zeros).to_event(1)
+            whole = dist.Delta(self._held.zeros(fn)).to_event(1)
             self._values = self._held.split(self._make(whole))
         return self._values[i]
 

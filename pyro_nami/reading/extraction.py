@@ -32,6 +32,7 @@ from pyro_nami.reading.index_maps.search import search_maps
 from pyro_nami.reading.interventions import Dependencies, claim, intervene, is_blocked
 from pyro_nami.reading.loops import find_loops, with_loops
 from pyro_nami.reading.probe import Probe
+from pyro_nami.reading.series import find_series
 
 __all__ = ["Extraction", "extract", "extract_bayesnet"]
 
@@ -135,10 +136,14 @@ def extract(
 
 def _lifted(probe: Probe, found: Dependencies, learned: bool) -> Extraction | None:
     """Returns the network with loops as one site each; None if there is none, or values have left torch on the way."""
-    if found.escaped or found.hidden or len(probe.plates) > 1:
+    if found.escaped or found.hidden:
         return None
     sites: Mapping[str, Any] = probe.first.sites
-    loops = find_loops(sites, found.parents, probe.observed, learned)
+    loops = NO_LOOPS
+    if len(probe.plates) <= 1:
+        loops = find_loops(sites, found.parents, probe.observed, learned)
+    if not (loops or learned):
+        loops = find_series(probe, found.parents)
     if not loops:
         return None
     try:

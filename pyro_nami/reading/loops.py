@@ -17,10 +17,11 @@ from pyro.poutine.util import site_is_factor
 
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.graph.sites import Site
+from pyro_nami.graph.sites import NO_PLATES, Site
 from pyro_nami.program.loops import NO_LOOPS, Loops, LoopSites, family_of, step_of
 from pyro_nami.program.masks import is_masked
 from pyro_nami.program.plate_dims import frames_of
+from pyro_nami.program.series_sites import SeriesSites
 from pyro_nami.program.site_values import num_values
 
 __all__ = ["find_loops", "has_loop", "loop_families", "with_loops"]
@@ -207,7 +208,8 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
         ValueError: states are read before the loop ends, by a latent that later ones depend on.
     """
     of: dict[Any, str] = {site: held.name for held in loops.parts for site in held.sites}
-    lags = _lags(loops, net)
+    series = {held.name: held.order for held in loops.parts if isinstance(held, SeriesSites)}
+    lags = series or _lags(loops, net)
     sites: dict[Any, Site] = {}
     for name, site in net.sites.items():
         whole = of.get(name, name)
@@ -215,7 +217,7 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
             support = frozenset(of.get(parent, parent) for parent in site.support_parents)
             sites[whole] = Site(
                 whole,
-                site.plates,
+                NO_PLATES if whole in series else site.plates,
                 observed=site.observed,
                 support_parents=support - {whole},
                 marginalized=site.marginalized,
