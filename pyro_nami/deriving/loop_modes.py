@@ -241,7 +241,7 @@ class StatesAboutMode(LoopStates):
             densities = states.row_densities(sites)
         for name, (site, density) in densities.items():
             heights, rounding = rows[name]
-            slopes = _along(density, states.values[self.first], way)
+            slopes = self.by_step(site, _along(density, states.values[self.first], way))
             reads = None if name == self.first else self.reads(site)
             yield _RowGains(heights.diff(dim=0), slopes, rounding.nan_to_num()[1:], reads)
 

@@ -35,6 +35,7 @@ from pyro_nami.deriving.newton import rounding_of_rows
 from pyro_nami.factors.markov_normal import MarkovNormal
 from pyro_nami.factors.wrappers import base_of
 from pyro_nami.program.masks import density_rounding
+from pyro_nami.program.series_sites import along_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
@@ -325,7 +326,7 @@ class LoopStates(Expansion):
             of_values = density_rounding(site)
             if of_values is not None:
                 rounding = rounding + of_values
-            found[name] = each.double(), rounding
+            found[name] = self.by_step(site, each.double()), self.by_step(site, rounding)
         return found
 
     def row_densities(self, sites: Mapping[str, Any]) -> dict[str, tuple[Any, Tensor]]:
@@ -333,15 +334,25 @@ class LoopStates(Expansion):
         found = {}
         for name in (*filter(sites.__contains__, self.group.children), self.first):
             site = sites[name]
-            if "part" in site:  # one of a loop as a whole, whose rows are those of its steps
+            # one of a loop as a whole, whose rows are those of its steps
+            if "part" in site or site.get("along") == 0:
                 site = {**site, "fn": base_of(site["fn"])}
-            found[name] = site, self.weighted(site["fn"].log_prob(site["value"]), sites, name)
+            each = site["fn"].log_prob(site["value"])
+            if "along" in site and site["mask"] is not None:
+                each = torch.where(torch.as_tensor(site["mask"]), each, 0.0)
+            found[name] = site, self.weighted(each, sites, name)
         return found
+
+    def by_step(self, site: Mapping[str, Any], rows: Tensor) -> Tensor:
+        """Returns numbers for the rows of a site with the steps of the states last."""
+        return along_steps(rows, site.get("along", 0))
 
     def reads(self, site: Mapping[str, Any]) -> Sequence[int] | slice | None:
         """Returns which elements of the states rows read, one each; None where they read several, or share one."""
         if site["name"] == self.first:
             return slice(None)
+        if "along" in site:
+            return range(self.values[self.first].shape[-1]) if self._span == 1 else None
         reads = site["part"].reads if "part" in site and self._span == 1 else ()
         is_one = bool(reads) and min(reads) >= 0 and len(set(reads)) == len(reads)
         return list(reads) if is_one else None

@@ -59,6 +59,10 @@ class MarkovNormal(TorchDistribution):
         return self._vector(self.loc + torch.stack(values, -2))
 
     def log_prob(self, value: Tensor) -> Tensor:
+        return self.log_probs(value).sum(-1)
+
+    def log_probs(self, value: Tensor) -> Tensor:
+        """Returns the log density in nats of each element given those before it, ``(*batch, size)``."""
         missing = self.loc.shape[-2] * self.width - self.size
         # what the last block lacks is at its mean
         offset = pad(value - self.mean, (0, missing)).unflatten(-1, self.loc.shape[-2:])
@@ -71,7 +75,7 @@ class MarkovNormal(TorchDistribution):
             noise = noise.squeeze(-1)
         log_scale = self.lower.diagonal(dim1=-2, dim2=-1).log()
         each = -0.5 * noise.square() - log_scale - 0.5 * math.log(2 * math.pi)
-        return self._vector(each).sum(-1)
+        return self._vector(each)
 
     def in_sequence(self) -> InSequence:
         """Returns what gives the conditional of one element after another."""

@@ -198,11 +198,7 @@ class Inverse:
         grounded = f" ({self.num_grounded_edges} between instances)" if self.net.plate_sizes else ""
         text = f"Inverse: latents {len(self.order)}, edges {self.num_edges}{grounded}, levels {len(self.levels)}"
         for v in reversed(self.order):
-            reads = [
-                label(u)
-                + (f" over {plate_list(self.net, pooled)}" if (pooled := self.pooled(v, u)) else "")
-                for u in self.parents[v]
-            ]
+            reads = self._reads(v)
             text += f"\n  {site_label(self.net, v)}" + (f" | {', '.join(reads)}" if reads else "")
             text += f"; jointly over {plate_list(self.net, self.joint[v])}" if self.joint[v] else ""
             text += "; from the model" if v in self.predictive else ""
@@ -210,9 +206,30 @@ class Inverse:
             text += f"\nEliminated first, as the model gives their conditionals: {', '.join(map(label, self.exact))}"
         return text
 
+    def _reads(self, v: Hashable) -> list[str]:
+        """The sites that latent ``v`` reads, as text; of a loop those of one step: ``z[time - 1]``, ``y[time:]``."""
+        sites = self.net.sites
+        lag = sites[v].lag
+        found = []
+        for u in self.parents[v]:
+            after = sites[u].lag if lag is not None and sites[u].observed else None
+            text = label(u) if after is None else _from_step(label(u), after)
+            pooled = self.pooled(v, u)
+            found.append(f"{text} over {plate_list(self.net, pooled)}" if pooled else text)
+        if lag:
+            steps = "[time - 1]" if lag == 1 else f"[time - {lag}:time]"
+            found.append(label(v).removesuffix("[time]") + steps)
+        return found
+
     def pooled(self, v: Hashable, u: Hashable) -> Plates:
         """The plates over which latent ``v`` reads all instances of ``u``: those ``v`` lacks, and those across."""
         return (self.net.plates[u] - self.net.plates[v]) | self.parents[v][u]
+
+
+def _from_step(name: str, lag: int) -> str:
+    """``y[time]`` as the data from a step on."""
+    start = f"time {'-' if lag < 0 else '+'} {abs(lag)}" if lag else "time"
+    return f"{name.removesuffix('[time]')}[{start}:]"
 
 
 def sampled(net: BayesNet) -> tuple[Hashable, ...]:

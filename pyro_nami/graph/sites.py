@@ -38,6 +38,8 @@ class Site:
         observed: whether inference conditions on the site.
         support_parents: those that the site's *support* depends on (``z ~ Uniform(0, hi)``), sampled before it.
         marginalized: whether the model sums the latent out (enumeration), so that no guide samples it.
+        lag: of a site that stands for all steps of a loop. Of states: how many steps back others are that a state, or
+            the data of a step, depends on together with it. Of data: how many steps after the last state they read.
 
     Raises:
         ValueError: the site is both observed and marginalized.
@@ -48,6 +50,7 @@ class Site:
     observed: bool = False
     support_parents: frozenset[Hashable] = frozenset()
     marginalized: bool = False
+    lag: int | None = None
 
     def __post_init__(self) -> None:
         vars(self).update(

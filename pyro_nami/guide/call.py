@@ -218,9 +218,11 @@ def reference_values(plan: Plan) -> dict[str, Any]:
 
 
 def _sizes(sites: Sites, name: str) -> tuple[dict[str, int], torch.Size]:
-    """Returns the plates around a site, and its event shape; none of a loop, whose length may differ."""
+    """Returns the plates around a site, and its event shape; none of the sites of a loop, whose length may differ."""
     site = sites[name]
-    return _plates(sites, (name,)), torch.Size() if "part" in site else site["fn"].event_shape
+    is_of_any_length = "part" in site and "stack" not in site
+    event = torch.Size() if is_of_any_length else site["fn"].event_shape
+    return _plates(sites, (name,)), event
 
 
 def _notice(fresh: tuple[str, ...], before: Sites, now: Sites) -> str:

@@ -30,7 +30,7 @@ def find_covariates(first: FirstCall, *, most: int = 64) -> Covariates:
         most: covariates of a site, and runs of the model that look for them; each covariate is an input of networks.
     """
     loops = first.program.loops
-    whole = {held.name for held in loops.parts} if loops.is_learned else set()
+    whole = {held.name for held in loops.parts} if loops.is_learned else loops.rows.keys()
     sites = [
         name
         for name, site in first.net.sites.items()

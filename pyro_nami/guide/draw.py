@@ -33,6 +33,7 @@ from pyro_nami.deriving.expansion import plate_shape
 from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call, TrainedAnswer, sites_of
 from pyro_nami.guide.derivation import derive, valid_at
+from pyro_nami.guide.innovations import Innovations
 from pyro_nami.guide.one_pass import Outside, Pass, Term, log_density_of_terms
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import LearnedStates, Prior, Rule
@@ -42,6 +43,7 @@ from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.isolation import constant_parameters, forked_rng
 from pyro_nami.program.plate_dims import outer_sizes
 from pyro_nami.program.runner import Message, Runner, Sites, Values
+from pyro_nami.program.series_sites import SeriesSites
 
 __all__ = [
     "densities",
@@ -302,9 +304,17 @@ def _draw_at(current: Pass, name: str, site: Message, prior: Distribution | None
 
 
 def _draw_states(current: Pass, name: str, site: Message) -> None:
-    """Draws the states of a loop one after another, each at its own site."""
+    """Draws the states of a loop one after another, each at its own site; the innovations of a series at theirs."""
     held = current.plan.loops.states[name]
     fn: Any = current.rules[name].distribution(current, plate_shape(site), None)
+    if isinstance(held, SeriesSites):
+        innovations = Innovations(fn, held)
+        with _At({**site, "mask": None, "scale": current.scale(site)}):
+            value = pyro.sample(held.sites[0], current.outside.see(innovations))
+        current.outside.values[held.sites[0]] = value
+        value = current.outside.inside(value, len(innovations.event_shape))
+        current.know(name, held.joined([value]), drawn=True)
+        return
     in_turn, values = fn.in_sequence(), []
     around = {**site, "mask": None, "scale": current.scale(site)}
     for each, event in zip(held.sites, held.events):
@@ -340,7 +350,7 @@ class _At(Messenger):
         self._site = site
 
     def _pyro_sample(self, msg: Any) -> None:
-        msg["cond_indep_stack"] = self._site["cond_indep_stack"]
+        msg["cond_indep_stack"] = self._site.get("stack", self._site["cond_indep_stack"])
         msg["scale"], msg["mask"] = self._site["scale"], self._site["mask"]
         msg["infer"] = _own_infer(self._site)
 

@@ -19,7 +19,9 @@ from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.options import Options
+from pyro_nami.messages import warn
 from pyro_nami.parameters.conditioning import Plates
+from pyro_nami.program.computed_data import located
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, seed_rng, untouched
@@ -33,6 +35,7 @@ from pyro_nami.reading.changes import moved
 from pyro_nami.reading.extraction import Extraction, extract, is_blocked
 from pyro_nami.reading.loops import has_loop
 from pyro_nami.reading.masked_latents import read_where_masked
+from pyro_nami.reading.series import has_series
 
 __all__ = [
     "FirstCall",
@@ -142,7 +145,7 @@ def first_call(
         learned: whether networks are to say what its states are; see `find_loops`.
     """
     prototype = first_run(program, options.init_loc_fn or near_origin)
-    lifted = lifted and not random_layers and has_loop(prototype.nodes, learned)
+    lifted = lifted and not random_layers and _has_steps(prototype.nodes, learned)
     if not lifted:
         prototype = _started(program, options, prototype)
     nodes: Sites = prototype.nodes
@@ -153,12 +156,15 @@ def first_call(
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
         found = _extracted(program, options, nodes, lifted, learned)
-        program = program._replace(loops=found.loops)
+        _warn_of_residuals(found.computed, options)
+        computed = found.computed if options.mode in (None, Mode.FIXED) else frozenset()
+        program = program._replace(loops=found.loops, computed=computed)
         is_derived = found.loops and not found.loops.is_learned
         draws = program.prior_draws(FEWEST_DRAWS if is_derived else MANY_DRAWS)
     if lifted and not found.loops:
         prototype = _started(program, options, prototype)
-    nodes = found.loops.messages(prototype.nodes)
+    moved = {name: {**prototype.nodes[name], **located(prototype.nodes[name])} for name in computed}
+    nodes = found.loops.messages({**prototype.nodes, **moved})
     restless = _moved_by(random_layers, program, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
@@ -182,6 +188,22 @@ def first_call(
         passing=passing,
         unread=passing.union(name for name in moving if not stacks[name]),
     )
+
+
+def _has_steps(nodes: Sites, learned: bool) -> bool:
+    """Whether latents look like the steps of a loop, or like the innovations of a series."""
+    return has_loop(nodes, learned) or not learned and has_series(nodes)
+
+
+def _warn_of_residuals(computed: Collection[str], options: Options) -> None:
+    """Warns that simulations say nothing of data that the model computes from latents."""
+    if computed and options.simulated:
+        name = min(computed)
+        warn(
+            f"The model computes the data of '{name}' from its latents, as in `obs=y - z`. Simulations draw these data "
+            "as they are, so training on them tells nothing of the latents. Observe `y` itself, at a location that the "
+            "latents move."
+        )
 
 
 def _started(program: Program, options: Options, first: poutine.Trace) -> poutine.Trace:

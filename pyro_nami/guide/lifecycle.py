@@ -193,7 +193,9 @@ class LazyGuide(AutoGuide):
             }
             kwargs = {**kwargs, "observations": loops.split(first_set)}
         plates = self._create_plates(*args, **kwargs)
-        call = Call(Program(plan.for_many(self.model), args, kwargs, plan.loops))
+        call = Call(
+            Program(plan.for_many(self.model), args, kwargs, plan.loops, plan.program.computed)
+        )
         self.network.backward = backward = Backward()
         return self._reader.read(
             call, plates, observations, backward=backward if may_train else None, draws=draws

@@ -96,12 +96,14 @@ class ProgramPlan(NamedTuple):
         names: all sample sites, deterministic ones included.
         parameters: the names that the model's own parameters have in the store.
         loops: each loop is one site in all of the plan.
+        computed: see `Program.computed`.
         vectorized: whether the model is written for one draw, and mapped over draws.
     """
 
     names: frozenset[str]
     parameters: frozenset[str]
     loops: Loops
+    computed: frozenset[str]
     vectorized: bool
 
 

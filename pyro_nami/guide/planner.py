@@ -68,6 +68,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         names=frozenset(name for name, site in nodes.items() if site["type"] == "sample"),
         parameters=frozenset(name for name, site in nodes.items() if site["type"] == "param"),
         loops=first.program.loops,
+        computed=first.program.computed,
         vectorized=isinstance(first.program.model, Vectorized),
     )
     return Plan(

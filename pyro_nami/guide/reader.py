@@ -192,7 +192,7 @@ class CallReader:
         memory = self.memory
         if memory.kept is None and memory.context is not None:
             args, kwargs, indices, values = memory.context
-            program = Program(model, args, kwargs, self.plan.loops)
+            program = Program(model, args, kwargs, self.plan.loops, self.plan.program.computed)
             call = Call(program, indices=indices, values=values, held=values)
             memory.kept = Reading(self.own.all_of(call), memory.history.current)
         return None if memory.kept is None else memory.kept.call

@@ -23,6 +23,7 @@ from pyro_nami.factors.wrappers import base_of, innermost
 from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.masks import element_mask, is_masked
 from pyro_nami.program.runner import Runner, Sites, changed_event_shape
+from pyro_nami.program.series_sites import SeriesSites
 from pyro_nami.program.site_values import first_value, num_values
 
 __all__ = ["NO_LOOPS", "LoopSites", "Loops", "family_of", "step_of"]
@@ -116,6 +117,10 @@ class LoopSites(NamedTuple):
         return self._replace(
             sites=tuple(sites), events=tuple(events[family_of(name)] for name in sites)
         )
+
+    def zeros(self, fn: Any) -> Tensor:
+        """Returns a value of zeros for the whole, given the distribution of its first site."""
+        return first_value(fn).new_zeros((*fn.batch_shape, self.size))
 
     def split(self, value: Tensor) -> tuple[Tensor, ...]:
         """Returns the values of the sites, given the value of the whole."""
@@ -227,15 +232,21 @@ class Loops(NamedTuple):
         (['z[time]'], tensor([0., 0., 1.]))
     """
 
-    parts: tuple[LoopSites, ...] = ()
+    parts: tuple[Any, ...] = ()  # of `LoopSites`, or one of `SeriesSites`
 
     def __bool__(self) -> bool:
         return bool(self.parts)
 
     @property
-    def states(self) -> dict[str, LoopSites]:
+    def states(self) -> dict[str, Any]:
         """Name -> states of a loop, as one latent."""
         return {held.name: held for held in self.parts if not held.is_observed}
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Observed site -> the dim along which its rows read the states of a series, one step after another."""
+        series = [held for held in self.parts if isinstance(held, SeriesSites)]
+        return {name: dim for held in series for name, dim in held.rows}
 
     @property
     def is_learned(self) -> bool:
@@ -307,6 +318,9 @@ class Loops(NamedTuple):
             elif held.name not in found and (is_whole or sites.keys() >= set(held.sites)):
                 part = held.within(sites.keys())
                 found[held.name] = part.message([sites[each] for each in part.sites])
+        for name, dim in self.rows.items():
+            if name in found:
+                found[name] = {**found[name], "along": dim}
         return found
 
     def prepare(self, runner: Runner) -> None:
@@ -322,15 +336,16 @@ class Loops(NamedTuple):
 NO_LOOPS = Loops()
 
 
-def _made_once(held: LoopSites, make: Callable[[Any], Tensor]) -> list[Callable[[Any], Tensor]]:
+def _made_once(
+    held: LoopSites | SeriesSites, make: Callable[[Any], Tensor]
+) -> list[Callable[[Any], Tensor]]:
     """Returns functions from a prior to the value of each site; the first call makes the value of the whole."""
     values: list[Tensor] = []
 
     def value_of(i: int, fn: Any) -> Tensor:
         if not values:
             # of the prior only the shape is known yet
-            zeros = first_value(fn).new_zeros((*fn.batch_shape, held.size))
-            values.extend(held.split(make(dist.Delta(zeros).to_event(1))))
+            values.extend(held.split(make(dist.Delta(held.zeros(fn)).to_event(1))))
         return values[i]
 
     return [partial(value_of, i) for i in range(len(held.sites))]

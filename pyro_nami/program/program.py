@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.messages import warn
+from pyro_nami.program.computed_data import LocatedData
 from pyro_nami.program.loops import NO_LOOPS, Loops
 from pyro_nami.program.runner import Runner
 
@@ -32,6 +33,9 @@ class Program(NamedTuple):
     args: tuple
     kwargs: Mapping[str, Any]
     loops: Loops = NO_LOOPS  # loops of the model, whose sites are held as one each
+    computed: frozenset[str] = (
+        frozenset()
+    )  # observed sites that are shown as `LocatedData` has them
 
     @property
     def roots(self) -> tuple:
@@ -58,7 +62,8 @@ class Program(NamedTuple):
     def play(self, runner: Runner) -> None:
         """Runs the model as the runner says, which may show its sites, each by itself, to handlers outside."""
         self.loops.prepare(runner)
-        runner.run(self.model, self.args, self.kwargs)
+        model = LocatedData(self.computed)(self.model) if self.computed else self.model
+        runner.run(model, self.args, self.kwargs)
 
     def prior_draws(self, count: int) -> list[dict[str, Tensor]]:
         """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where the model fails at some.

@@ -34,6 +34,7 @@ from pyro_nami.reading.index_maps.search import search_maps
 from pyro_nami.reading.interventions import Dependencies, claim, intervene, is_blocked
 from pyro_nami.reading.loops import find_loops, with_loops
 from pyro_nami.reading.probe import Probe
+from pyro_nami.reading.series import find_series
 
 __all__ = ["Extraction", "extract", "extract_bayesnet"]
 
@@ -51,6 +52,7 @@ class Extraction(NamedTuple):
             ``(size_q,)``: as sites read it, without what follows from two of them.
         map_plans: how to find these maps in other calls, for those that the caller did not give.
         loops: the loops of the model, if they were asked for; the network has them as one site each.
+        computed: the observed sites whose data are computed from latents, as in ``obs=y - z``.
     """
 
     bayesnet: BayesNet
@@ -61,6 +63,7 @@ class Extraction(NamedTuple):
     index_maps: dict[tuple[str, str], Tensor]
     map_plans: tuple[MapPlan, ...]
     loops: Loops = NO_LOOPS
+    computed: frozenset[str] = frozenset()
 
 
 def extract_bayesnet(
@@ -121,24 +124,38 @@ def extract(
         found = intervene(probe, claims)
         maps, plans, finished = search_maps(probe, found)
     _warn(probe, found, finished)
-    net = _network(probe, found, maps)
-    hidden = frozenset(found.hidden)
-    return Extraction(net, probe.trace, len(found.checked), found.escaped, hidden, maps, plans)
+    return Extraction(
+        _network(probe, found, maps),
+        probe.trace,
+        len(found.checked),
+        found.escaped,
+        frozenset(found.hidden),
+        maps,
+        plans,
+        computed=frozenset(found.computed),
+    )
 
 
 def _lifted(probe: Probe, found: Dependencies, learned: bool) -> Extraction | None:
     """Returns the network with loops as one site each; None if there is none, or values have left torch on the way."""
-    if found.escaped or found.hidden or len(probe.plates) > 1:
+    if found.escaped or found.hidden:
         return None
     sites = probe.first.sites
-    loops = find_loops(sites, found.parents, probe.observed, learned)
+    loops = NO_LOOPS
+    if len(probe.plates) <= 1:
+        loops = find_loops(sites, found.parents, probe.observed, learned)
+    if not (loops or learned):
+        loops = find_series(probe, found.parents)
     if not loops:
         return None
     try:
         net = with_loops(_network(probe, found, ()), loops)
     except ValueError:
         return None
-    return Extraction(net, probe.trace, len(sites), found.escaped, frozenset(), {}, (), loops)
+    computed = frozenset(found.computed)
+    return Extraction(
+        net, probe.trace, len(sites), found.escaped, frozenset(), {}, (), loops, computed
+    )
 
 
 def _network(

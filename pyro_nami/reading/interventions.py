@@ -32,6 +32,7 @@ class Dependencies:
         support: site -> the latents among them that its support depends on.
         suspects: site -> the earlier sites whose values had left torch for Python before it, or in its density.
         escaped: all sites whose values did.
+        computed: the observed sites whose data are computed from latents, as in ``obs=y - z``.
         hidden: the sites that differ between runs at equal values of all sites.
         checked: the sites that were tested for all that they could read.
         lost: pairs (parent, site) that provenance did not claim.
@@ -42,6 +43,7 @@ class Dependencies:
     support: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     suspects: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     escaped: frozenset[str] = frozenset()
+    computed: set[str] = field(default_factory=set)
     hidden: set[str] = field(default_factory=set)
     checked: set[str] = field(default_factory=set)
     lost: list[tuple[str, str]] = field(default_factory=list)
@@ -78,6 +80,8 @@ def claim(probe: Probe) -> Dependencies:
         found.parents[name] = earlier & reads
         found.support[name] = earlier & support & probe.latent
         found.suspects[name] = earlier & tracker.escaped
+        if not origin.isdisjoint(probe.latent):
+            found.computed.add(name)
         tracker.escaped = escaped  # what log_prob takes out of torch concerns this site only
 
     with tracker:

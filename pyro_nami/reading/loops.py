@@ -18,12 +18,13 @@ from pyro.poutine.util import site_is_factor
 
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.graph.sites import Site
+from pyro_nami.graph.sites import NO_PLATES, Site
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.loops import NO_LOOPS, Loops, LoopSites, family_of, step_of
 from pyro_nami.program.masks import is_masked, log_density_of
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.runner import Message, Sites
+from pyro_nami.program.series_sites import SeriesSites
 from pyro_nami.program.site_values import num_values
 
 __all__ = ["find_loops", "has_loop", "loop_families", "with_loops"]
@@ -196,12 +197,20 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
         ValueError: states are read before the loop ends, by a latent that later ones depend on.
     """
     of: dict[Any, str] = dict(loops.wholes)
+    series = {held.name: held.order for held in loops.parts if isinstance(held, SeriesSites)}
+    lags = series or _lags(loops, net)
     sites: dict[Any, Site] = {}
     for name, site in net.sites.items():
         whole = of.get(name, name)
         if whole not in sites:
             support = frozenset(of.get(parent, parent) for parent in site.support_parents)
-            sites[whole] = replace(site, name=whole, support_parents=support - {whole})
+            sites[whole] = replace(
+                site,
+                name=whole,
+                plates=NO_PLATES if whole in series else site.plates,
+                support_parents=support - {whole},
+                lag=lags.get(whole),
+            )
     rank = {name: i for i, name in enumerate(sites)}
     forward = []
     for parent, child in net.edges:
@@ -211,6 +220,22 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
         elif u != v and not sites[u].observed:
             raise ValueError(f"Expected '{u}' to end before '{v}' reads it.")
     return BayesNet(sites, forward, net.plate_sizes, net.nesting)
+
+
+def _lags(loops: Loops, net: BayesNet) -> dict[str, int]:
+    """Returns the `Site.lag` of the states, and of each family of data, of a loop."""
+    steps = {site: step_of(site) for held in loops.states.values() for site in held.sites}
+    together = {site: [step] for site, step in steps.items()}  # steps of states that it depends on
+    for parent, site in net.edges:
+        if parent in steps:
+            together.setdefault(site, []).append(steps[parent])
+    data = [held for held in loops.parts if held.is_observed]
+    after = {
+        held.name: min(step_of(name) - max(together.get(name, [0])) for name in held.sites)
+        for held in data
+    }
+    back = max(max(found) - min(found) for found in together.values())
+    return after | dict.fromkeys(loops.states, back)
 
 
 def _is_state(site: Message, learned: bool = False) -> bool:

@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_nami import nami
 from pyro_nami.reading.extraction import extract, extract_bayesnet
 
 Y = torch.randn(10)
@@ -48,6 +49,38 @@ def test_lags():
     _, loops = loops_of(loop(lag=3), Y)
     assert loops["z[time]"].back == 3
     assert loops["z[time]"].width == 3
+
+
+def second_order(y):
+    states = [torch.zeros(()), torch.zeros(())]
+    for t in range(10):
+        states.append(pyro.sample(f"z_{t}", dist.Normal(1.5 * states[-1] - states[-2], 1.0)))
+        pyro.sample(f"y_{t}", dist.Normal(states[-1], 1.0), obs=y[t])
+
+
+def ahead(y):
+    """A step's datum is of the state before."""
+    z = pyro.sample("z_0", dist.Normal(0.0, 1.0))
+    for t in range(1, 11):
+        pyro.sample(f"y_{t}", dist.Normal(z, 1.0), obs=y[t - 1])
+        z = pyro.sample(f"z_{t}", dist.Normal(z, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "states", "data"),
+    [
+        (loop(), "z[time] | y[time:], z[time - 1]", [3], range(4, 10)),
+        (second_order, "z[time] | y[time:], z[time - 2:time]", [2, 3], range(4, 10)),
+        (ahead, "z[time] | y[time + 1:], z[time - 1]", [3], range(5, 11)),
+    ],
+)
+def test_an_inverse_as_text_names_what_a_step_reads(model, text, states, data):
+    inverse = nami(extract(model, (Y,), lifted=True).bayesnet)
+    assert str(inverse).splitlines()[1].strip() == text
+    net = extract_bayesnet(model, Y)
+    steps = nami(net, blocks=[[name] for name in reversed(net.latent)])
+    expected = {f"z_{t}" for t in states} | {f"y_{t}" for t in data}
+    assert set(steps.parents["z_4"]) == expected
 
 
 def sampled(make):

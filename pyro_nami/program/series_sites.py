@@ -1,0 +1,138 @@
+"""`SeriesSites`: innovations of a series, along a plate or an event dim, held as its states.
+
+Where a model sums innovations up, ``z = e.cumsum(-1)``, all later data read each of them. The sums are what data read
+one by one: given `z` in place of `e` the posterior is that of a Markov chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_nami.factors.wrappers import innermost
+from pyro_nami.program.masks import is_masked
+
+__all__ = ["SeriesSites", "along_steps", "in_place"]
+
+
+@dataclass(frozen=True)
+class SeriesSites:
+    """A Normal site with one value for each step of a series, held as the vector of the series' states.
+
+    Attributes:
+        name: of the states.
+        sites: the one site of the innovations.
+        length: number of steps.
+        dim: of the plate that the steps lie along; 0 if they lie along the event.
+        order: how many times innovations are summed up, from the first step on, to give the states.
+        span: among how many states in a row those lie that a row of data reads.
+        rows: observed site -> the dim along which its rows follow the steps.
+    """
+
+    name: str
+    sites: tuple[str]
+    length: int
+    dim: int
+    order: int
+    span: int = 1
+    rows: tuple[tuple[str, int], ...] = ()
+
+    is_observed: ClassVar[bool] = False
+    values: ClassVar[int] = 0
+    families: ClassVar[tuple] = ()
+
+    @property
+    def back(self) -> int:
+        """How many states before it the prior of a state reads."""
+        return self.order
+
+    @property
+    def width(self) -> int:
+        """The states of a block, such that a block depends on the ones before and after it alone."""
+        return max(self.order, self.span - 1)
+
+    @property
+    def size(self) -> int:
+        """Number of states."""
+        return self.length
+
+    @property
+    def events(self) -> tuple[torch.Size]:
+        """Event shape of the site."""
+        return (torch.Size(() if self.dim else (self.length,)),)
+
+    def within(self, names: Collection[str]) -> SeriesSites:
+        """Returns the series, which every call has all of."""
+        return self
+
+    def at(self, names: Iterable[str]) -> SeriesSites:
+        """Returns the series, whose number of steps is fixed."""
+        return self
+
+    def zeros(self, fn: Any) -> Tensor:
+        """Returns states of zeros, given the distribution of the site."""
+        base: Any = innermost(fn)
+        return along_steps(base.loc.new_zeros(fn.shape()), self.dim)
+
+    def split(self, value: Tensor) -> tuple[Tensor]:
+        """Returns the innovations, given the states."""
+        for _ in range(self.order):
+            value = torch.cat((value[..., :1], value.diff(dim=-1)), -1)
+        return (in_place(value, self.dim),)
+
+    def joined(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns the states, given the innovations."""
+        (value,) = values
+        return self._sums(along_steps(value, self.dim))
+
+    def message(self, sites: Sequence[Any]) -> dict[str, Any]:
+        """Returns the message of the states, given that of the site in a run.
+
+        Raises:
+            ValueError: the site is not as it was when the series was read: a Normal latent without a mask.
+        """
+        (site,) = sites
+        base: Any = innermost(site["fn"])
+        if type(base) is not dist.Normal or is_masked(site) or site["is_observed"]:
+            raise ValueError(
+                f"Expected latent '{site['name']}' of a Normal distribution, without a mask, as at the first call of "
+                "the guide, which read it as innovations of a series. Make a new guide for another model."
+            )
+        shape = site["fn"].shape()
+        innovations = along_steps(site["value"], self.dim)
+        loc, scale = (along_steps(each.expand(shape), self.dim) for each in (base.loc, base.scale))
+        states = self._sums(innovations)
+        fn = dist.Normal(loc + states - innovations, scale, validate_args=False).to_event(1)
+        stack = site["cond_indep_stack"]
+        return {
+            **site,
+            "name": self.name,
+            "fn": fn,
+            "value": states,
+            "cond_indep_stack": tuple(f for f in stack if not (self.dim and f.dim == self.dim)),
+            "part": self,
+            "stack": stack,
+        }
+
+    def _sums(self, value: Tensor) -> Tensor:
+        for _ in range(self.order):
+            value = value.cumsum(-1)
+        return value
+
+
+def along_steps(value: Tensor, dim: int) -> Tensor:
+    """Returns values with the steps last, in place of whose plate dim there is one of size 1; dim 0: they are last."""
+    return value.unsqueeze(-1).transpose(dim - 1, -1) if dim else value
+
+
+def in_place(value: Tensor, dim: int) -> Tensor:
+    """Returns values with the steps in the dim of their plate; the inverse of `along_steps`."""
+    if not dim:
+        return value
+    missing = max(0, 1 - dim - value.dim())
+    return value.reshape((1,) * missing + value.shape).transpose(dim - 1, -1).squeeze(-1)

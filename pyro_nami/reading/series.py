@@ -1,0 +1,132 @@
+"""`find_series`: vectors of Normal innovations that a model sums up over the steps of a series."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions import Independent
+
+from pyro_nami.factors.wrappers import base_of, innermost
+from pyro_nami.program.first_run import is_latent
+from pyro_nami.program.loops import NO_LOOPS, Loops
+from pyro_nami.program.masks import is_masked
+from pyro_nami.program.plate_dims import frames_of
+from pyro_nami.program.runner import Message, Sites
+from pyro_nami.program.series_sites import SeriesSites, along_steps
+from pyro_nami.reading.loops import MOST_WIDTH
+from pyro_nami.reading.probe import Probe
+
+__all__ = ["find_series", "has_series"]
+
+# How many times innovations are summed up, at most: twice for a trend.
+MOST_SUMS = 2
+
+
+def has_series(sites: Sites) -> bool:
+    """Whether latents of a run look like the innovations of a series, by their distributions."""
+    return bool(_candidates(sites, [name for name in sites if _is_drawn(sites[name])]))
+
+
+def find_series(probe: Probe, parents: Mapping[str, Collection[str]]) -> Loops:
+    """Returns the innovations of a model as states; none if data do not read sums of them step by step.
+
+    A change of one state tells which rows of the data read it. That is a change of some neighbouring innovations.
+
+    Args:
+        probe: of the model.
+        parents: site -> the earlier sites that it reads.
+    """
+    sites = probe.first.sites
+    found = _candidates(sites, probe.latent)
+    if len(found) != 1:
+        return NO_LOOPS
+    ((name, length),) = found.items()
+    is_tied = any(name in parents[latent] for latent in probe.latent)
+    dims = {
+        data: _dim_of_steps(sites[data], length)
+        for data in sites
+        if data in probe.observed and name in parents[data]
+    }
+    rows = {data: dim for data, dim in dims.items() if dim is not None}
+    if is_tied or not rows or len(rows) < len(dims):
+        return NO_LOOPS
+    for order in range(MOST_SUMS + 1):
+        if span := _rows_moved(probe, name, order, length, rows):
+            break
+    if not span or not order:
+        return NO_LOOPS
+    dim = _dim_of_steps(sites[name], length) or 0
+    states = SeriesSites(f"{name}[time]", (name,), length, dim, order, span, tuple(rows.items()))
+    return Loops((states,)) if states.width <= MOST_WIDTH else NO_LOOPS
+
+
+def _candidates(sites: Sites, latents: Collection[str]) -> dict[str, int]:
+    """Returns Normal latents with many values in one vector, and their numbers."""
+    found = {}
+    for name in (name for name in sites if name in latents):
+        fn, shape = sites[name]["fn"], sites[name]["fn"].shape()
+        if type(innermost(fn)) is not dist.Normal or is_masked(sites[name]):
+            continue
+        is_long = shape.numel() == max(shape, default=0) > MOST_WIDTH
+        if is_long and _dim_of_steps(sites[name], shape.numel()) is not None:
+            found[name] = shape.numel()
+    return found
+
+
+def _is_drawn(site: Message) -> bool:
+    return site["type"] == "sample" and is_latent(site)
+
+
+def _dim_of_steps(site: Message, length: int) -> int | None:
+    """Returns the dim of the one plate of a site that has the length of a series, 0 if its event has; else None."""
+    frames, fn = frames_of(site), site["fn"]
+    if not frames and fn.event_shape == (length,):
+        return 0
+    is_one = len(frames) == 1 and frames[0].size == length and frames[0].full_size in (None, length)
+    return frames[0].dim if is_one and not fn.event_shape else None
+
+
+def _rows_moved(probe: Probe, name: str, order: int, length: int, rows: Mapping[str, int]) -> int:
+    """Returns in how many rows of data, from its own on, a state shows; 0 if it shows in others, or in none.
+
+    Args:
+        probe: of the model.
+        name: of the innovations that are summed up to the state.
+        order: how many times they are summed up.
+        length: number of steps.
+        rows: observed site -> the dim of its steps.
+    """
+    origin, place = probe.first, length // 2
+    stencil = torch.zeros(length, dtype=torch.float64)
+    stencil[place] = 1.0
+    for _ in range(order):
+        stencil[1:] -= stencil[:-1].clone()
+    value: Tensor = origin.values[name]
+    base: Any = innermost(origin.sites[name]["fn"])
+    change = (stencil.to(value) * base.scale.mean()).reshape(value.shape)
+    latents = {each: origin.values[each] for each in probe.latent}
+    run = probe.run({**latents, name: value + change})
+    if run.error is not None:
+        return 0
+    farthest = 0
+    for data, dim in rows.items():
+        before, after = (_row_densities(each.sites[data], dim) for each in (origin, run))
+        off = (after - before).abs().reshape(-1, before.shape[-1]).amax(0)
+        moved = (off > 1e-2 * off.max()).nonzero().squeeze(-1)
+        if off.shape[-1] != length or len(moved) and int(moved[0]) < place:
+            return 0
+        if len(moved):
+            farthest = max(farthest, int(moved[-1]) - place + 1)
+    return farthest if farthest <= MOST_WIDTH else 0
+
+
+def _row_densities(site: Message, dim: int) -> Tensor:
+    """Returns the log densities of the rows of data, in order of the steps."""
+    fn = site["fn"]
+    if not dim:
+        fn = base_of(fn) if isinstance(fn, Independent) else fn
+    return along_steps(fn.log_prob(site["value"]).double(), dim)
