@@ -138,8 +138,6 @@ class MoralGraph:
     def eliminate(self, v: int) -> tuple[dict[Hashable, Plates], Plates]:
         """Sums v out; returns the names of its neighbours, each with the plates v reads it across, and joint(v)."""
         clique, joint = self._unite(v)
-        if not joint:
-            return dict.fromkeys([self.names[u] for u in sorted(clique)], NO_PLATES), joint
         return {self.names[u]: joint & self.plates[u] for u in sorted(clique)}, joint
 
     def _unite(self, v: int) -> tuple[set[int], Plates]:
@@ -149,7 +147,7 @@ class MoralGraph:
             return NOTHING, NO_PLATES
         batch = self._batch(v)
         self.holding[v] = NOTHING
-        largest = max(ids, key=lambda i: len(self.cliques[i])) if len(ids) > 1 else next(iter(ids))
+        largest = max(ids, key=lambda i: len(self.cliques[i]))
         union = self.cliques[largest]
         union.discard(v)
         for i in ids:

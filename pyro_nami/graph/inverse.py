@@ -174,7 +174,7 @@ class Inverse:
                 raise ValueError(
                     f"Expected {v!r} to be joint over plates it lies in; got {set(self.joint[v])!r}."
                 )
-            for u, across in self.parents[v].items() if self.net.plate_sizes else ():
+            for u, across in self.parents[v].items():
                 if not across <= plates[u] & plates[v]:
                     raise ValueError(
                         f"Expected {v!r} to read {u!r} across plates that they share; got {set(across)!r}."
@@ -198,17 +198,18 @@ class Inverse:
         grounded = f" ({self.num_grounded_edges} between instances)" if self.net.plate_sizes else ""
         text = f"Inverse: latents {len(self.order)}, edges {self.num_edges}{grounded}, levels {len(self.levels)}"
         for v in reversed(self.order):
-            reads = [
-                label(u)
-                + (f" over {plate_list(self.net, pooled)}" if (pooled := self.pooled(v, u)) else "")
-                for u in self.parents[v]
-            ]
-            text += f"\n  {site_label(self.net, v)}" + (f" | {', '.join(reads)}" if reads else "")
+            reads = ", ".join(self._read_as_text(v, u) for u in self.parents[v])
+            text += f"\n  {site_label(self.net, v)}" + (f" | {reads}" if reads else "")
             text += f"; jointly over {plate_list(self.net, self.joint[v])}" if self.joint[v] else ""
             text += "; from the model" if v in self.predictive else ""
         if self.exact:
             text += f"\nEliminated first, as the model gives their conditionals: {', '.join(map(label, self.exact))}"
         return text
+
+    def _read_as_text(self, v: Hashable, u: Hashable) -> str:
+        """Parent ``u`` of latent ``v``, and the plates over which it is read."""
+        pooled = plate_list(self.net, self.pooled(v, u))
+        return label(u) + (f" over {pooled}" if pooled else "")
 
     def pooled(self, v: Hashable, u: Hashable) -> Plates:
         """The plates over which latent ``v`` reads all instances of ``u``: those ``v`` lacks, and those across."""
@@ -237,14 +238,7 @@ def check_partition(net: BayesNet, parts: Sequence[Sequence[Hashable]], what: st
         if name in seen:
             raise ValueError(f"Expected every latent once in {what}; got {name!r} twice.")
         if name not in latents:
-            site = net.sites.get(name)
-            kind = (
-                "an unknown site"
-                if site is None
-                else "observed"
-                if site.observed
-                else "marginalized"
-            )
+            kind = net.sites[name].kind if name in net.sites else "an unknown site"
             raise ValueError(
                 f"Expected latents that a guide samples in {what}; got {name!r}, which is {kind}."
             )

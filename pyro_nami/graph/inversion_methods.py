@@ -166,7 +166,7 @@ def _best(net: BayesNet, direction: str, blocks: Sequence[Sequence[int]]) -> tup
 
 def _invert(net: BayesNet, direction: str, blocks: Sequence[Sequence[int]]) -> Inverse:
     enabled = gc.isenabled()
-    # there is no cycle to find, and at 100,000 sites its walks cost as much as all else
+    # There is no cycle to find, and at 100,000 sites garbage collection takes as long as all else.
     gc.disable()
     try:
         taken = {step.site: step for step in steps(net, direction, blocks)}
@@ -191,15 +191,10 @@ def _parts(
         raise ValueError(
             f"Expected direction to be one of {', '.join(DIRECTIONS)}; got {direction!r}."
         )
-    if blocks is None:
-        parts = [list(latents)]
-    else:
-        blocks = list(blocks)
-        for block in blocks:
-            if isinstance(block, str):
-                raise TypeError(
-                    f"Expected blocks to be lists of site names; got the string {block!r}."
-                )
-        parts = [list(block) for block in blocks]
-        check_partition(net, parts, "blocks")
+    blocks = [latents] if blocks is None else list(blocks)
+    for block in blocks:
+        if isinstance(block, str):
+            raise TypeError(f"Expected blocks to be lists of site names; got the string {block!r}.")
+    parts = [list(block) for block in blocks]
+    check_partition(net, parts, "blocks")
     return [[net.indexed.position[name] for name in part] for part in parts]

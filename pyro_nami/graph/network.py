@@ -290,13 +290,9 @@ class BayesNet:
             outer = plate_list(self, self.nesting.get(plate, NO_PLATES))
             text += f", plate {label(plate)} of {size}" + (f" within {outer}" if outer else "")
         for site, parents in zip(self.sites.values(), self.indexed.parents):
-            kind = (
-                "observed" if site.observed else "marginalized" if site.marginalized else "latent"
-            )
             given = ", ".join(label(self.indexed.names[u]) for u in parents)
-            text += f"\n  {site_label(self, site.name)}: {kind}" + (
-                f", given {given}" if given else ""
-            )
+            text += f"\n  {site_label(self, site.name)}: {site.kind}"
+            text += f", given {given}" if given else ""
         return text
 
 

@@ -25,7 +25,6 @@ import networkx as nx
 
 Plates = frozenset[Any]
 NO_PLATES: Plates = frozenset()
-DEFAULT_PLATE_SIZE = 2  # the fewest instances that can differ
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,13 @@ class Site:
     observed: bool = False
     support_parents: frozenset[Hashable] = frozenset()
     marginalized: bool = False
+
+    @property
+    def kind(self) -> str:
+        """ "observed", "marginalized" or "latent": what inference does with the site."""
+        if self.observed:
+            return "observed"
+        return "marginalized" if self.marginalized else "latent"
 
     def __post_init__(self) -> None:
         vars(self).update(
@@ -96,11 +102,8 @@ def plate_sizes_of(
             raise ValueError(
                 f"Expected the size of plate {plate!r} to be a positive integer; got {size!r}."
             )
-    used = {
-        plate: DEFAULT_PLATE_SIZE
-        for site in sites.values()
-        for plate in sorted(site.plates, key=repr)
-    }
+    names = [plate for site in sites.values() for plate in sorted(site.plates, key=repr)]
+    used = dict.fromkeys(names, 2)  # the fewest instances that can differ
     return {plate: size for plate, size in {**sizes, **used, **sizes}.items() if plate in used}
 
 

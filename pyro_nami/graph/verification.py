@@ -18,7 +18,6 @@ from pyro_nami.graph.network import BayesNet, Instance, label
 from pyro_nami.graph.sites import NO_PLATES, Plates
 
 Dependency = tuple[Hashable, Hashable]
-ENOUGH_INSTANCES = 3
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,9 @@ class Verification:
     @property
     def verdict(self) -> str:
         """The two in words."""
-        return (
-            "minimally faithful"
-            if self.minimal
-            else "faithful, not minimal"
-            if self
-            else "not faithful"
-        )
+        if self.minimal:
+            return "minimally faithful"
+        return "faithful, not minimal" if self else "not faithful"
 
     def __str__(self) -> str:
         parts = [self.verdict]
@@ -85,7 +80,8 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
         not faithful; missing: a -> b
     """
     inverse = replace(inverse, net=net)  # which checks that it fits
-    sizes = {plate: min(size, ENOUGH_INSTANCES) for plate, size in net.plate_sizes.items()}
+    # Exchangeable instances: the one at hand, another that is known, and one that is not.
+    sizes = {plate: min(size, 3) for plate, size in net.plate_sizes.items()}
     small = BayesNet(net.sites, net.edges, sizes, net.nesting)
     read, grounded = replace(inverse, net=small).ground().parents, small.ground()
     known = _Known(grounded, grounded.observed)
