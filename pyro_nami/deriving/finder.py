@@ -127,7 +127,7 @@ class Finder:
             order: latents in sampling order.
         """
         if any(self._may_be_flat(name) and name not in self.flat for name in order):
-            self.block()  # which tells what is to be taken for flat
+            self.block()  # which chooses the priors that count as flat
         found: dict[str, ConjugateGroup] = {}
         exact = self.relations.dependencies(inverse)
         failed = frozenset[str]()
@@ -160,9 +160,9 @@ class Finder:
     def _own(self, group: ConjugateGroup, name: str) -> ConjugateGroup:
         """Returns the group that a member's conditional is derived in.
 
-        By Newton's method this is done anew at each level, given what is drawn before; by quadrature for each member.
+        A mode is searched for anew at each level, given the latents drawn before; a grid is made for each member.
         """
-        # of which one mode is constant
+        # A compiled objective takes one mode of the whole group, as a constant.
         if not group.has_mode or group.is_loop or self.is_compiled and len(group.members) > 1:
             return group
 
@@ -185,10 +185,9 @@ class Finder:
                 if member != name:
                     self.refused.setdefault(name, _LATER.format(member))
                 return []
-            children = relations.children(member)
             data = relations.data(member)
-            near = children.union(*map(relations.parents, [member, *data]))
-            before = children.difference(data, left)
+            near = relations.children(member).union(*map(relations.parents, [member, *data]))
+            before = relations.latent_children(member).difference(left)
             if before:
                 self.refused.setdefault(
                     name, f"'{min(before)}', which depends on it, is drawn before it"
@@ -212,11 +211,11 @@ class Finder:
         block = self._largest([name for name in latents if self._is_normal(name)])
         self.flat.intersection_update(block)
         self.bent.update({name: self.refused.get(name, "") for name in flat - self.flat})
-        self.obstacles.clear()  # as these are priors of another kind then
+        self.obstacles.clear()  # they depend on which priors are flat
         taken, single = set().union(*map(relations.data, block)), []
         for name in filter(self._is_able, latents):
             data = relations.data(name)
-            alone = not self._is_normal(name) and relations.children(name) == data
+            alone = not self._is_normal(name) and not relations.latent_children(name)
             if alone and data.isdisjoint(taken) and self._is_block([name]):
                 single.append(name)
                 taken |= data
@@ -227,7 +226,7 @@ class Finder:
     def _largest(self, latents: list[str]) -> list[str]:
         """Returns the largest block of latents with Normal or flat priors: Gaussian, unless one about a mode is larger.
 
-        Flat ones between zero and some number come last, as these mostly are scales.
+        Latents with flat priors from zero to some number come last, as most of them are scales.
         """
         whole = self._closed(latents)
         if not whole or self._is_block(whole, near=self.flat.isdisjoint(whole)):
@@ -263,12 +262,12 @@ class Finder:
         return block
 
     def _closed(self, names: Sequence[str]) -> list[str]:
-        """Returns latents without those that latents outside of them depend on, and without the largest of too many."""
-        kept, relations = list(names), self.relations
+        """Returns the latents that no latent outside of them reads, less the largest of too many in a dense vector."""
+        kept = list(names)
         while True:
             reasons = {}
             for name in kept:
-                outside = relations.children(name).difference(relations.data(name), kept)
+                outside = self.relations.latent_children(name).difference(kept)
                 if outside:
                     reasons[name] = f"'{min(outside)}' depends on it, which has no such conditional"
             reasons = reasons or self._too_large(kept)
@@ -290,7 +289,7 @@ class Finder:
         group = self._group(names)
         return group is not None and self.holding(group, near) is not None
 
-    # ---- what the network says
+    # ---- by the network
 
     def _is_able(self, name: str) -> bool:
         """Whether a latent's prior and data are such that its conditional may have a form."""
@@ -303,7 +302,7 @@ class Finder:
         return not self.obstacles[name]
 
     def _obstacles(self, name: str) -> Iterator[str]:
-        """Yields what the network and the site itself say against an exact conditional."""
+        """Yields the reasons, by the network and the site itself, why there is no exact conditional."""
         relations, form = self.relations, self._form(name)
         nodes, frames, fn = relations.nodes, relations.frames, relations.fn(name)
         if name in self.excluded:
@@ -413,6 +412,6 @@ class Finder:
         )
 
     def _bound(self, names: Sequence[str]) -> str:
-        """Returns what stands for likelihoods in the conditionals of some latents; "" for these themselves."""
+        """Returns the kind of bound on the likelihood in the conditionals of some latents; "" for no bound."""
         asked = {self.bounds[name] for name in names if name in self.bounds}
         return min(asked, default="bounded" if self._form(names[0]) == "Bernoulli" else "")

@@ -15,6 +15,7 @@ from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse, sampled
 from pyro_nami.graph.inversion_methods import nami
 from pyro_nami.graph.network import BayesNet
+from pyro_nami.program.runner import Sites
 
 __all__ = ["Relations"]
 
@@ -59,7 +60,7 @@ class Relations:
     """
 
     net: BayesNet
-    nodes: Mapping[str, Any]
+    nodes: Sites
     frames: Mapping[str, frozenset[str]]
 
     @functools.cached_property
@@ -84,6 +85,10 @@ class Relations:
         """Returns the children of a latent that have data, or are data."""
         return set(self.net.graph.successors(name)).difference(self.predictive)
 
+    def latent_children(self, name: Any) -> set:
+        """Returns the latents among the children of a latent that have data."""
+        return self.children(name).difference(self.net.observed)
+
     def data(self, name: Any) -> set:
         """Returns the observed children of a latent."""
         return self.children(name).intersection(self.net.observed)
@@ -94,7 +99,7 @@ class Relations:
         return frozenset(self.latent_parents([*names, *data]).difference(names))
 
     def dependencies(self, inverse: Inverse) -> dict[Any, set]:
-        """Returns what the posterior's conditional of each latent depends on, in the order of an inverse."""
+        """Returns latent -> the sites that its posterior conditional depends on, in the order of an inverse."""
         sites = {name: site for name, site in self.net.sites.items() if name not in self.predictive}
         edges = [(parent, child) for parent, child in self.net.edges if child in sites]
         net = BayesNet(sites, edges, self.net.plate_sizes, self.net.nesting)
@@ -103,7 +108,7 @@ class Relations:
         return {name: set(parents) for name, parents in eliminate(net, order).parents.items()}
 
     def parts(self, first: Sequence[Sequence[str]]) -> list[list[str]]:
-        """Returns blocks of all latents: those without data, some that come first, and the rest."""
+        """Returns blocks of all latents: the latents without data, the given blocks, and the rest."""
         taken = self.predictive.union(*first)
         barren = [name for name in sampled(self.net) if name in self.predictive]
         rest = [name for name in sampled(self.net) if name not in taken]

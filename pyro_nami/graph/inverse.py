@@ -17,7 +17,7 @@ from typing import Any
 import networkx as nx
 
 from pyro_nami.graph.network import BayesNet, label, plate_list, site_label
-from pyro_nami.graph.sites import NO_PLATES, Plates
+from pyro_nami.graph.sites import NO_PLATES, Edge, Plates
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Inverse:
         )
         return graph
 
-    def with_edges(self, extra: Iterable[tuple[Hashable, Hashable]]) -> Inverse:
+    def with_edges(self, extra: Iterable[Edge]) -> Inverse:
         """Adds dependencies (Webb et al. 2018, section 3.4); a latent that gains one is no longer predictive.
 
         Args:
@@ -216,7 +216,7 @@ class Inverse:
         return (self.net.plates[u] - self.net.plates[v]) | self.parents[v][u]
 
 
-def sampled(net: BayesNet) -> tuple[Hashable, ...]:
+def sampled(net: BayesNet) -> tuple[Any, ...]:
     """The latents that a guide samples, in model order: all but the marginalized ones.
 
     Raises:

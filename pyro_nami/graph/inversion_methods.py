@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from pyro_nami.graph.inverse import Inverse, check_partition, sampled
 from pyro_nami.graph.min_fill import ForbiddenOrder, Step, steps
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.graph.sites import NO_PLATES, Plates
+from pyro_nami.graph.sites import NO_PLATES, Plates, Reads
 
 DIRECTIONS = ("auto", "forward", "reverse", "free")
 
@@ -104,7 +104,7 @@ def stuhlmueller(net: BayesNet) -> Inverse:
     names, position, parents, children, plates = net.indexed
     readable = {position[name] for name in (*net.observed, *order)}
     joint: dict[Hashable, Plates] = {}
-    reads: dict[Hashable, dict[Hashable, Plates]] = {}
+    reads: dict[Hashable, Reads] = {}
     for v, i in zip(order, map(position.__getitem__, order)):
         readable.remove(i)
         joint[v] = NO_PLATES.union(*(plates[i] - plates[t] for t in children[i]))
