@@ -6,7 +6,7 @@ at z = k. One run of the model gives all k, along a batch dim of its own to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pyro.distributions as dist
@@ -16,6 +16,7 @@ from torch.distributions.kl import register_kl
 
 from pyro_nami.deriving.expansion import Expansion, irregular, squeezed, within_plates
 from pyro_nami.factors.wrappers import innermost
+from pyro_nami.program.runner import Sites, Values
 
 __all__ = ["Enumeration", "without_score"]
 
@@ -72,18 +73,14 @@ class Enumeration(Expansion):
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         """Returns all values; or for each instance one."""
         event, batch = prior.event_shape, shape[: len(shape) - len(prior.event_shape)]
-        values = (
-            innermost(prior)
-            .enumerate_support(expand=False)
-            .reshape((self.group.elements[0],) + event)
-        )
+        values = innermost(prior).enumerate_support(expand=False).reshape((-1, *event))
         if self.away is None:
             return values.reshape((-1,) + (1,) * (len(batch) - 1) + event).expand(shape)
         like = torch.empty(0, dtype=torch.get_default_dtype(), device=values.device)
         which = irregular(batch, like, int(self.away)).abs() * len(values)
         return values[which.long().clamp(max=len(values) - 1)]
 
-    def solve(self, sites: Mapping[str, Any]) -> None:
+    def solve(self, sites: Sites) -> None:
         prior_logits = self.priors[self.first].log_prob(self.values[self.first])
         likelihood = torch.zeros_like(prior_logits)
         for name in filter(sites.__contains__, self.group.children):
@@ -95,15 +92,15 @@ class Enumeration(Expansion):
         logits = torch.where(finite, logits, prior_logits).movedim(0, -1)
         self._logits = logits if self.differentiable else logits.detach()
 
-    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> Any:
         return without_score(innermost(self.priors[name]))(squeezed(self._logits, dims, 1))
 
     # ---- probing
 
-    def reaches(self, sites: Mapping[str, Any]) -> bool:
+    def reaches(self, sites: Sites) -> bool:
         return bool(self._logits.isfinite().any(-1).all())
 
-    def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+    def predict(self, values: Values) -> list[Tensor]:
         value = values[self.first]
         which = value.argmax(-1) if self.priors[self.first].event_shape else value.long()
         which = which.reshape(1, *self._likelihood.shape[1:])

@@ -7,7 +7,7 @@ a form, add a row to `FORMS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
@@ -24,6 +24,7 @@ from pyro_nami.deriving.expansion import (
 )
 from pyro_nami.factors.truncated_normal import TruncatedNormal
 from pyro_nami.factors.wrappers import innermost
+from pyro_nami.program.runner import Sites, Values
 
 __all__ = ["FORMS", "ByStatistics", "Form", "forms_of"]
 
@@ -126,7 +127,7 @@ FORMS: dict[str, Form] = {
 
 
 def forms_of(prior: Any, moving: bool = False) -> list[str]:
-    """Returns the names of the forms that a prior may have; ``moving`` says that its bounds may depend on latents."""
+    """Returns the names of the forms that a prior may have; ``moving``: its bounds may depend on latents."""
     base = innermost(prior)
     names = [name for name, form in FORMS.items() if type(base) in form.priors]
     if type(base) is dist.Uniform and (
@@ -159,7 +160,7 @@ class ByStatistics(Expansion):
             t = (TOLERANCE if self.away is None else self.away) * irregular(shape, base.mean, 1)
             return self._form.at(base, t).expand(shape)
 
-    def solve(self, sites: Mapping[str, Any]) -> None:
+    def solve(self, sites: Sites) -> None:
         """Solves e1 T1' + e2 T2' = l' and e1 T1'' + e2 T2'' = l'', the latter along one direction in a simplex."""
         leaf, slope = self.values[self.first], self.take(sites, again=True)[self.first]
         z, along = leaf.detach(), torch.ones_like(leaf)
@@ -180,7 +181,7 @@ class ByStatistics(Expansion):
         e1, e2 = (torch.where(finite, each, 0.0) for each in (e1, e2))
         self.natural = (e1, e2) if self.differentiable else (e1.detach(), e2.detach())
 
-    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> Any:
         prior = self.priors[name]
         event_dim = len(prior.event_shape)
         parameters = self._form.parameters(innermost(prior), *self.natural)
@@ -188,7 +189,7 @@ class ByStatistics(Expansion):
         fn = self._form.kind(*trim, validate_args=False)
         return fn.to_event(event_dim - len(fn.event_shape))
 
-    def reaches(self, sites: Mapping[str, Any]) -> bool:
+    def reaches(self, sites: Sites) -> bool:
         parameters = self._form.parameters(innermost(self.priors[self.first]), *self.natural)
         try:
             self._form.kind(*parameters, validate_args=True)
@@ -196,7 +197,7 @@ class ByStatistics(Expansion):
             return False
         return super().reaches(sites)
 
-    def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+    def predict(self, values: Values) -> list[Tensor]:
         statistics = self._form.statistics(values[self.first])
         return [e * each for e, each in zip(self.natural, statistics)]
 

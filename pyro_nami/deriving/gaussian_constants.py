@@ -35,7 +35,7 @@ from pyro_nami.deriving.second_order import SecondOrder
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import without_gaps
-from pyro_nami.program.runner import RunModel
+from pyro_nami.program.runner import RunModel, Sites, Values
 
 __all__ = ["Constants", "FromConstants", "constants_of"]
 
@@ -71,7 +71,7 @@ class Constants(NamedTuple):
 
 
 class FromConstants(JointGaussian):
-    """A `JointGaussian` by its constants; `Changed`, behind a call of ``forget``, where they turn out to be others.
+    """A `JointGaussian` derived from its constants; where these have changed, it calls ``forget`` and raises `Changed`.
 
     Its results differ from those derived afresh by rounding.
 
@@ -101,17 +101,17 @@ class FromConstants(JointGaussian):
             raise Changed
         return value
 
-    def solve(self, sites: Mapping[str, Any]) -> None:
+    def solve(self, sites: Sites) -> None:
         constants = self._constants
         weights = {
             name: _precision(self, sites, name).double()[..., None, None]
             for name in constants.factors
         }
+        finite = all(bool(each.isfinite().all()) for each in weights.values())
         marks = list(_marks(self, sites, constants.factors))
         is_same = len(marks) == len(constants.marks) and all(
             _same(then, *now, self._is_rounded) for then, now in zip(constants.marks, marks)
         )
-        finite = all(bool(each.isfinite().all()) for each in weights.values())
         if not finite or not is_same:
             self._forget()
             raise Changed
@@ -131,7 +131,7 @@ def constants_of(
     nesting: int,
     sizes: dict[str, int],
     run: RunModel,
-    at: Mapping[str, Tensor] | None = None,
+    at: Values | None = None,
 ) -> Constants | None:
     """Returns the constants of a block's derivation, by two runs of the model; None where they depend on more.
 
@@ -149,10 +149,16 @@ def constants_of(
     factors = frozenset(
         name for name in normal if _first(_precision(block, sites, name), nesting).numel() == 1
     )
-    block.units = factors.union(bases)
+    units = dict(sites)
+    for name in factors:
+        fn = dist.Normal(sites[name]["fn"].loc, 1.0, validate_args=False)
+        units[name] = {**sites[name], "fn": fn, "scale": sites[block.first]["scale"]}
+    for name, base in bases.items():
+        unit = dist.Normal(base.loc, torch.ones_like(base.loc), validate_args=False)
+        block.priors[name] = unit.to_event(len(block.priors[name].event_shape))
     rows: dict[str, list[Level]] = {}
     for name in children:
-        block.fit(sites, [name])
+        block.fit(units, [name])
         rows[name] = block.levels
     points = {name: _point(block, name, i) for i, name in enumerate(block.priors)}
     once = block.sites(run, {}, {name: lambda _, at=at: at for name, at in points.items()})
@@ -170,7 +176,7 @@ def constants_of(
     return Constants(points, block.shapes, references, dict(block.sizes), factors, kept, levels)
 
 
-def _precision(block: JointGaussian, sites: Mapping[str, Any], name: str) -> Tensor:
+def _precision(block: JointGaussian, sites: Sites, name: str) -> Tensor:
     """Returns a Normal site's precision, at its scale relative to that of the members; size 1 where it is one."""
     precision = narrowed(sites[name]["fn"].scale).square().reciprocal()
     return block.weighted(precision, sites, name)
@@ -189,12 +195,12 @@ def _point(block: JointGaussian, name: str, phase: int) -> Tensor:
 
 
 def _dims(block: JointGaussian, name: str) -> int:
-    """Returns how many dims of a member's values are those of plates and events."""
+    """Returns the number of plate and event dims of a member's values."""
     return block.nesting + len(block.priors[name].event_shape)
 
 
 def _constant_level(children: Mapping[str, Level], nesting: int) -> ConstantLevel:
-    """Returns the constant parts of a level, given what each child by itself says of it."""
+    """Returns the constant parts of a level, given the level of each child by itself."""
     level = next(iter(children.values()))
     rows = {name: _first(each.rows, nesting + 2) for name, each in children.items()}
     units = {name: each for name, each in rows.items() if each.any()}
@@ -203,9 +209,9 @@ def _constant_level(children: Mapping[str, Level], nesting: int) -> ConstantLeve
 
 
 def _marks(
-    expansion: SecondOrder, sites: Mapping[str, Any], factors: Collection[str]
+    expansion: SecondOrder, sites: Sites, factors: Collection[str]
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yields what constants depend on, and how many of its dims are those of plates and events."""
+    """Yields the tensors that constants depend on, each with its number of plate and event dims."""
     nesting = expansion.nesting
     for name, prior in expansion.priors.items():
         base = innermost(prior)

@@ -59,7 +59,7 @@ class Level(NamedTuple):
         return (self.prior if prior else self.rows)[..., first : first + level.size]
 
     def summed(self, level: Level, step: Tensor) -> Tensor:
-        """Returns what steps of this one, ``(*batch, *plates, size)``, add to the slopes of a later level."""
+        """Returns the terms that steps of this level, ``(*batch, *plates, size)``, add to the slopes of a later one."""
         term = (self.columns(level) * step.unsqueeze(-1)).sum(-2)
         dims = [dim - 1 for dim in self.dims - level.dims]
         return term.sum(dims, keepdim=True) if dims else term
@@ -95,28 +95,27 @@ class Level(NamedTuple):
         left = torch.cat([mean, rest, -gain], -2), torch.cat([moved, mean, gain], -2)
         return self._replace(prior=posterior, open=undecided), left
 
-    def updated(self, factors: tuple[Tensor, Tensor], level: Level, nesting: int) -> Level:
-        """Returns the level with what elimination of a deeper one adds to its rows."""
+    def updated(self, factors: tuple[Tensor, Tensor], level: Level) -> Level:
+        """Returns the level with its rows updated by the elimination of a deeper level."""
         first = self.start - level.start - level.size
         rows, columns = factors[0][..., first : first + self.size], factors[1][..., first:]
-        summed = [dim - 2 for dim in level.dims - self.dims]
-        if not self.dims and summed:  # in one product, which takes less memory
-            cut = rows.dim() - 2 - nesting
-            rows, columns = rows.flatten(cut, -2), columns.flatten(cut, -2)
-            added = rows.mT @ columns
-            shape = rows.shape[:cut] + (1,) * nesting + added.shape[-2:]
-            return self._replace(rows=self.rows + added.reshape(shape))
-        added = rows.mT @ columns
-        return self._replace(rows=self.rows + (added.sum(summed, True) if summed else added))
+        # One product over instances and elements, as a product for each instance would take more memory.
+        *batch, across, down, out = range(rows.dim() + 1)
+        kept = [dim for dim in batch if dim - len(batch) not in level.dims - self.dims]
+        added = torch.einsum(
+            rows, [*batch, across, down], columns, [*batch, across, out], [*kept, down, out]
+        )
+        shape = [rows.shape[dim] if dim in kept else 1 for dim in batch]
+        return self._replace(rows=self.rows + added.reshape(*shape, *added.shape[-2:]))
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor:
-    """Returns a product of matrices, of which those of one element take less time elementwise."""
+    """Returns a product of matrices; an inner size of one is multiplied elementwise, which is faster."""
     return first * second if first.shape[-1] == 1 else first @ second
 
 
 def solved(root: Tensor, right: Tensor, upper: bool = True) -> Tensor:
-    """Returns the inverse of triangular matrices times others, elementwise where they have one element."""
+    """Returns the inverse of triangular matrices times others; matrices of one element divide elementwise."""
     if root.shape[-1] == 1:
         return right / root
     return torch.linalg.solve_triangular(root, right, upper=upper)
@@ -132,7 +131,7 @@ def _cholesky(precision: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lack(precision: Tensor, failed: Tensor) -> Tensor:
-    """Returns what precisions relative to the prior's lack where they are not positive.
+    """Returns the matrices to be added to precisions, relative to the prior's, that are not positive.
 
     Eigenvalues become absolute, and at least the prior's: steps along their directions then go as far as the curvature
     tells, in the tail of a density to its mode (Dauphin et al. 2014).
@@ -179,7 +178,7 @@ def along_units(
         retain_graph=True,
         materialize_grads=True,
     )
-    # of what no part depends on, zeros without the dim of the units
+    # zeros, of inputs that no part depends on, lack the dim of the units
     return [each.expand(count, *leaf.shape) for each, leaf in zip(found, inputs)]
 
 

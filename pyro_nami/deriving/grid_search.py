@@ -17,13 +17,7 @@ from pyro_nami.deriving.grids import FLOOR, SIZE
 
 __all__ = ["Box", "search"]
 
-DEPTH = 8.0  # nats below the maximum, to which the grid reaches; the share left out is exp(-DEPTH)
 STEP = 2 / (SIZE - 1)  # between points, in coordinates
-LONG_STEP = (
-    4.0  # half sides by which the first box grows to where the log density is high at its edge
-)
-MAX_GRIDS = 40  # tables of the log density until the search gives up; half as many steps of a climb to a mode
-MAX_PEAKS = 8  # local maxima that are kept of a table
 
 
 class Box(NamedTuple):
@@ -80,26 +74,25 @@ class Peaks(NamedTuple):
     heights: Tensor
 
     @classmethod
-    def of_table(cls, values: Tensor, box: Box) -> Peaks:
+    def of_table(cls, values: Tensor, box: Box, *, most: int = 8) -> Peaks:
         """Returns the highest local maxima of the log density ``(points, *batch)`` on the grid in a box."""
         images = values.reshape(SIZE, -1, values[0].numel()).movedim(-1, 0)
         is_peak = images == max_pool2d(images, 3, stride=1, padding=1)
         is_peak = is_peak.movedim(0, -1).reshape(values.shape)
-        heights, index = values.where(is_peak, -torch.inf).topk(MAX_PEAKS, 0)
-        center = box.places(_grid(SIZE, box)[index])
+        heights, index = values.where(is_peak, -torch.inf).topk(most, 0)
+        center = box.places(_grid(SIZE, box).flatten(0, -2)[index])
         sides = (box.sides * STEP).expand(*center.shape, -1)
         return cls(Box(center, sides), heights)
 
-    def climbed(self, log_prob: Callable[[Tensor], Tensor]) -> Peaks:
+    def climbed(self, log_prob: Callable[[Tensor], Tensor], *, steps: int = 20) -> Peaks:
         """Returns the maxima to which steps upwards lead; a step halves if none of the points around is higher."""
         box, heights = self
-        offsets = _grid(5, box)  # whole and half steps to both sides
-        grid = offsets.reshape(-1, *(1,) * heights.dim(), offsets.shape[-1])
-        for _ in range(MAX_GRIDS // 2):
+        grid = _grid(5, box)  # whole and half steps to both sides
+        for _ in range(steps):
             places = box.places(grid)
             values = log_prob(places.flatten(0, 1)).reshape(places.shape[:-1])
             heights, index = values.max(0)
-            best = offsets[index]
+            best = grid.flatten(0, -2)[index]
             is_inner = (best.abs().amax(-1) < 1)[..., None, None]
             box = Box(box.places(best), torch.where(is_inner, box.sides / 2, box.sides))
         return Peaks(box, heights)
@@ -119,7 +112,15 @@ class Found(NamedTuple):
     found: Tensor
 
 
-def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found:
+def search(
+    log_prob: Callable[[Tensor], Tensor],
+    first: Box,
+    what: str,
+    *,
+    depth: float = 8.0,
+    growth: float = 4.0,
+    most: int = 40,
+) -> Found:
     """Returns the box in which a log density is near its largest value, and a table of the density there.
 
     Args:
@@ -127,24 +128,27 @@ def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found
             which is -inf in place of NaN.
         first: the box at which the search begins, and the result for data sets for which it fails.
         what: the name of the density, for the error.
+        depth: how far below its maximum the density is tabulated, in nats; a share of about exp(-depth) is left out.
+        growth: by how much a box grows where the density is high at its edge, in half the length of a side.
+        most: tables of the density until the search gives up; in the second half boxes grow by single points.
 
     Raises:
         ValueError: if no data set has a box.
     """
     grid = _grid(SIZE, first)
-    grid = grid.reshape(-1, *(1,) * (first.center.dim() - 1), grid.shape[-1])
-    normal = -2 * DEPTH * grid.square().sum(-1)
+    normal = -2 * depth * grid.square().sum(-1)
     box, peaks = first, list[Peaks]()
-    for i in range(MAX_GRIDS):
+    for i in range(most):
         values = log_prob(box.places(grid))
         peaks.append(Peaks.of_table(values, box))
         top = values.amax(0)
         table = torch.where(top.isfinite(), values.clamp(min=top - FLOOR), normal)
+        least = table.amax(0) - depth
         # Some boxes would grow and shrink for ever.
-        growth = LONG_STEP if i < MAX_GRIDS // 2 else STEP
-        following, fits = _moved(box, grid, table, growth)
+        longest = growth if i < most // 2 else STEP
+        following, fits = _moved(box, grid, table, table > least, longest)
         if bool(fits.all()):
-            following, fits = _widened(box, table, log_prob, peaks)
+            following, fits = _widened(box, least, log_prob, peaks)
         if bool(fits.all()):
             return Found(box, table, top.isfinite())
         box = following
@@ -155,15 +159,16 @@ def search(log_prob: Callable[[Tensor], Tensor], first: Box, what: str) -> Found
     return Found(box.where(fits, first), table.where(fits, normal), fits & top.isfinite())
 
 
-def _moved(box: Box, grid: Tensor, table: Tensor, growth: float) -> tuple[Box, Tensor]:
-    """Returns the box around the points within `DEPTH`, and for which data sets the present box does, ``(*batch)``.
+def _moved(
+    box: Box, grid: Tensor, table: Tensor, kept: Tensor, growth: float
+) -> tuple[Box, Tensor]:
+    """Returns the box around the kept points, and for which data sets the present box does, ``(*batch)``.
 
-    The present box does if half of the points of each side are within `DEPTH`.
+    The present box does if half of the points of each side are kept.
 
-    Sides with such points at the edge of the present box grow by ``growth``, in half sides.
+    Sides with kept points at the edge of the present box grow by ``growth``, in half sides.
     """
     members = grid.shape[-1]
-    kept = table > table.amax(0) - DEPTH
     fits = torch.ones_like(kept[0])
     coordinates = grid.expand(*kept.shape, members)
     if members == 2:
@@ -195,20 +200,23 @@ def _slope(grid: Tensor, table: Tensor) -> Tensor:
 
 
 def _widened(
-    box: Box, table: Tensor, log_prob: Callable[[Tensor], Tensor], peaks: Sequence[Peaks]
+    box: Box, least: Tensor, log_prob: Callable[[Tensor], Tensor], peaks: Sequence[Peaks]
 ) -> tuple[Box, Tensor]:
-    """Returns the box widened to modes outside of it, and for which data sets there are none, ``(*batch)``."""
+    """Returns the box widened to modes outside of it, and for which data sets there are none, ``(*batch)``.
+
+    Modes count from a log density of ``least`` on, ``(*batch)``.
+    """
     cells = Box(*(torch.cat(each) for each in zip(*(peak.cells for peak in peaks))))
     heights = torch.cat([peak.heights for peak in peaks])
     reach = torch.linalg.solve_triangular(box.sides, cells.sides, upper=False).abs().sum(-1)
     away = ((box.coordinates(cells.center).abs() - reach) > 1).any(-1) & heights.isfinite()
-    some = away.flatten(1).any(1) if away.dim() > 1 else away
+    some = away.reshape(len(away), -1).any(1)
     if not bool(some.any()):
         return box, torch.ones_like(away[0])
     found = Peaks(Box(*(each[some] for each in cells)), heights[some]).climbed(log_prob)
     coordinates = box.coordinates(found.cells.center)
     away = away[some] & (coordinates.abs() > 1).any(-1)
-    away = away & (found.heights > table.amax(0) - DEPTH)
+    away = away & (found.heights > least)
     coordinates = coordinates.where(away[..., None], 0.0)
     low, high = coordinates.amin(0).clamp(max=-1), coordinates.amax(0).clamp(min=1)
     room = (high - low) / 8
@@ -217,7 +225,7 @@ def _widened(
 
 
 def _grid(size: int, box: Box) -> Tensor:
-    """Returns the coordinates of an even grid, ``(points, members)``."""
+    """Returns the coordinates of an even grid, ``(points, *batch, members)`` with size 1 in the batch dims."""
+    *batch, members = box.center.shape
     line = torch.linspace(-1, 1, size, dtype=box.center.dtype, device=box.center.device)
-    members = box.center.shape[-1]
-    return torch.cartesian_prod(*[line] * members).reshape(-1, members)
+    return torch.cartesian_prod(*[line] * members).reshape(-1, *(1,) * len(batch), members)

@@ -19,12 +19,13 @@ from pyro_nami.deriving.expansion import Expansion, trimmed, within_plates
 from pyro_nami.factors.bounds import Bound, bound_for
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.program.masks import log_density_of
+from pyro_nami.program.runner import Message, Sites, Values
 
 __all__ = ["ConditionalsInTurn", "InTurn", "Order", "bound_of", "predictor_of"]
 
 
 class Order(NamedTuple):
-    """How the elements of a latent come in sequence, those of all instances of some plates."""
+    """The sequence in which the elements of a latent, of all instances of some plates, are drawn."""
 
     num_elements: int
     dims: Sequence[int]  # of these plates, negative batch dims
@@ -85,7 +86,7 @@ class InTurn(Expansion):
     def __init__(
         self,
         bounded: Any,
-        sites: Mapping[str, Any],
+        sites: Sites,
         orders: Mapping[str, Order],
         observed: Collection[str] = (),
     ) -> None:
@@ -121,7 +122,7 @@ class InTurn(Expansion):
         each = to_instances(elements, self._orders[name].dims, self._orders[name].sizes)
         return each.reshape(each.shape[:-1] + self.priors[name].event_shape)
 
-    def solve(self, sites: Mapping[str, Any]) -> None:
+    def solve(self, sites: Sites) -> None:
         self._zero: dict[str, Tensor] = {}
         self._added: dict[str, Tensor] = {}
         for name in (name for name in self.group.children if name in sites):
@@ -132,7 +133,7 @@ class InTurn(Expansion):
             s = s if self.differentiable else s.detach()
             self._zero[name], self._added[name] = s[0], s - s[0]
 
-    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> Any:
         """Returns a member's distribution, without leading ones beyond ``dims``.
 
         Args:
@@ -146,10 +147,10 @@ class InTurn(Expansion):
         return self._bounded.bernoulli(name, logits, dims)
 
     def prior(self, name: str, dims: int | None = None) -> Any:
-        """Returns a member's distribution without what its children say, of batch shape ``(*batch, *plates)``."""
+        """Returns a member's distribution by its prior alone, of batch shape ``(*batch, *plates)``."""
         return self._bounded.bernoulli(name, self._bounded.prior_logits[name], dims)
 
-    def terms(self, name: str, before: Mapping[str, Tensor]) -> list[ChildTerm]:
+    def terms(self, name: str, before: Values) -> list[ChildTerm]:
         """Returns for each child the log odds that it adds, given values of members drawn earlier."""
         return [self._term_of(name, child, before) for child in self._zero]
 
@@ -162,20 +163,20 @@ class InTurn(Expansion):
             errors.append((zero + adds - found).abs().max() / found.abs().max())
         return float(torch.stack(errors).max())
 
-    def _elements(self, name: str, values: Mapping[str, Tensor]) -> Tensor:
+    def _elements(self, name: str, values: Values) -> Tensor:
         """Returns a member's elements in sequence, ``(*batch, elements)``; their probabilities if there is no value."""
         value = values[name] if name in values else self._bounded.probabilities(name)
         start = value.dim() - len(self.priors[name].event_shape)
         elements = value.reshape(*value.shape[:start], -1)
         return to_sequence(elements, self._orders[name].dims)
 
-    def _adds(self, name: str, child: str, values: Mapping[str, Tensor]) -> Tensor:
+    def _adds(self, name: str, child: str, values: Values) -> Tensor:
         """Returns what a member's elements add to a predictor, ``(elements, *batch, *event)``."""
         elements = self._elements(name, values).movedim(-1, 0)
         event = (1,) * self._sites[child]["fn"].event_dim
         return self._added[child][self._places[name]] * elements.reshape(elements.shape + event)
 
-    def _term_of(self, name: str, child: str, before: Mapping[str, Tensor]) -> ChildTerm:
+    def _term_of(self, name: str, child: str, before: Values) -> ChildTerm:
         others = [
             self._adds(other, child, before).sum(0) for other in self._orders if other != name
         ]
@@ -237,13 +238,13 @@ class ConditionalsInTurn:
         return self._with_gains(params, advance, index + 1, after)
 
 
-def bound_of(site: Mapping[str, Any]) -> Bound:
+def bound_of(site: Message) -> Bound:
     """Returns the bound on the likelihood of a child that has one."""
     bound = bound_for(site["fn"])
     assert bound is not None
     return bound
 
 
-def predictor_of(site: Mapping[str, Any]) -> Tensor:
-    """Returns what a child's bound reads of the latents, ``(*batch, *event)``."""
+def predictor_of(site: Message) -> Tensor:
+    """Returns the predictor by which a child's bound depends on the latents, ``(*batch, *event)``."""
     return bound_of(site).predictor(site["fn"])

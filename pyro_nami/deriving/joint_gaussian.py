@@ -29,6 +29,7 @@ from pyro_nami.deriving.gaussian_levels import solved, times
 from pyro_nami.deriving.second_order import SecondOrder
 from pyro_nami.factors.boxed_normal import BoxedNormal
 from pyro_nami.factors.joint_normal import JointNormal
+from pyro_nami.program.runner import Sites, Values
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
@@ -48,11 +49,11 @@ class JointGaussian(SecondOrder):
         group, leading, nesting, differentiable, away, sizes, at: as for `SecondOrder`.
     """
 
-    def __init__(self, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, at: Values | None = None, **kwargs: Any) -> None:
         super().__init__(*args, at=at, **kwargs)
         self._args, self._kwargs = args, kwargs
         self.runs = 1
-        # member -> a value that its conditional's successors were asked for at, and its offset
+        # member -> the value at which later conditionals were last computed, and its offset
         self._offsets: dict[str, tuple[Tensor, Tensor]] = {}
         self._order = list(reversed(self._first))  # of drawing
 
@@ -61,7 +62,7 @@ class JointGaussian(SecondOrder):
         """Whether it ended elsewhere than where it was made to start."""
         return self.runs > 1
 
-    def moved_to(self, at: Mapping[str, Tensor]) -> Self:
+    def moved_to(self, at: Values) -> Self:
         """Returns the expansion about another point."""
         other = type(self)(*self._args, **self._kwargs, at=at)
         other.runs, other.xi = self.runs + 1, self.xi
@@ -73,17 +74,17 @@ class JointGaussian(SecondOrder):
         return other
 
     def means(
-        self, values: Mapping[str, Tensor] | None = None, names: Sequence[str] | None = None
+        self, values: Values | None = None, names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Returns the means of members, by default of all, each given values of those before it: others' are means."""
-        known = {name: value.detach() for name, value in (values or {}).items()}
+        """Returns the means of members, by default of all, each given the values or means of members before it."""
         names = self.group.members if names is None else names
-        known = {name: value for name, value in known.items() if name not in names}
+        given = (values or {}).items()
+        known = {name: value.detach() for name, value in given if name not in names}
         found = self.drawn(lambda name, fn: fn.mean, known)
         return {name: found[name] for name in names}
 
     def drawn(
-        self, choose: Callable[[str, Any], Tensor], known: Mapping[str, Tensor] | None = None
+        self, choose: Callable[[str, Any], Tensor], known: Values | None = None
     ) -> dict[str, Tensor]:
         """Returns the members' values, each chosen by its name and its conditional, but for some that are known."""
         found = dict(known or {})
@@ -92,11 +93,11 @@ class JointGaussian(SecondOrder):
                 found[name] = choose(name, self.conditional(name, found))
         return found
 
-    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+    def solve(self, sites: Sites) -> Expansion | None:
         self.expand(sites, self.take(sites, again=True))
         return self._closer()
 
-    def expand(self, sites: Mapping[str, Any], slopes: Mapping[str, Tensor]) -> None:
+    def expand(self, sites: Sites, slopes: Mapping[str, Tensor]) -> None:
         """Derives the conditionals about the references."""
         with derivatives():
             self._read(sites, slopes)
@@ -107,9 +108,7 @@ class JointGaussian(SecondOrder):
         rounding = ROUNDING * self._eps
         for i, level in enumerate(self.levels):
             self.levels[i], update = level.eliminated(rounding)
-            self.levels[i + 1 :] = [
-                later.updated(update, level, self.nesting) for later in self.levels[i + 1 :]
-            ]
+            self.levels[i + 1 :] = [later.updated(update, level) for later in self.levels[i + 1 :]]
 
     @property
     def _eps(self) -> float:
@@ -117,7 +116,7 @@ class JointGaussian(SecondOrder):
         return torch.finfo(next(iter(self.references.values())).dtype).eps
 
     def widths(self) -> dict[str, Tensor]:
-        """Returns for members with flat priors the deviations that data leave each element, given all others."""
+        """Returns posterior deviations for members with flat priors, of each element given all others."""
         found = {}
         for level in self.levels:
             prior = level.prior[..., : level.size]
@@ -131,13 +130,12 @@ class JointGaussian(SecondOrder):
 
     def _shaped(self, name: str, flat: Tensor) -> Tensor:
         """Returns numbers of a member's elements, ``(*batch, *plates, E)`` as `_flat` has them, in its shape."""
-        held = self._held(name, self.shapes[name])
-        plates = 0 if self._is_lifted(name) else self.nesting
-        flat = flat.flip(-1)
-        return flat.reshape(flat.shape[: flat.dim() - 1 - plates] + held)
+        held = self._held(name)
+        plates = len(held) - len(self.priors[name].event_shape)
+        return flat.flip(-1).reshape(flat.shape[: flat.dim() - 1 - plates] + held)
 
     def lost(self, draws: int = 256) -> dict[str, Tensor]:
-        """Returns what share of each member with a flat prior lies outside of its bounds, instance by instance."""
+        """Returns the share of each conditional that lies outside of a flat prior's bounds, by member and instance."""
         found: dict[str, Tensor] = {}
 
         def choose(name: str, fn: Any) -> Tensor:
@@ -159,7 +157,7 @@ class JointGaussian(SecondOrder):
         return found
 
     def _closer(self) -> Self | None:
-        """Returns the expansion about the means, where rounding at the references may have moved these."""
+        """Returns the expansion about the means, if rounding at the references may have moved the means; else None."""
         if self.runs > MOST_CLOSER or torch.jit.is_tracing():
             return None
         # Ten times as far, means are off by a hundredth of a deviation where covariates are collinear.
@@ -172,7 +170,7 @@ class JointGaussian(SecondOrder):
                 return self.moved_to(means)
         return None
 
-    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> Any:
         size, event_shape = self.sizes[name], self.priors[name].event_shape
         place = next(i for i, level in enumerate(self.levels) if name in level.names)
         level, *later = self.levels[place:]
@@ -196,7 +194,7 @@ class JointGaussian(SecondOrder):
             scale = upper[..., 0].reciprocal().to(like).expand(loc.shape)
             normal = dist.Normal(loc.reshape(shape), scale.reshape(shape), validate_args=False)
             return normal.to_event(len(event_shape))
-        held = self._held(name, self.shapes[name])
+        held = self._held(name)
         plates = len(held) - len(event_shape)
         lead = None if dims is None else max(0, dims - plates)
         # plates that elements lie along have size 1 here
@@ -220,7 +218,7 @@ class JointGaussian(SecondOrder):
         low, high = (self._flat(name, each.to(like).expand(shape)).flip(-1) for each in flat)
         return low, high
 
-    def _offsets_at(self, names: Sequence[str], values: Mapping[str, Tensor]) -> Tensor:
+    def _offsets_at(self, names: Sequence[str], values: Values) -> Tensor:
         """Returns offsets of members at their values, ``(*batch, *plates, elements)``."""
         for name in names:
             if name not in self._offsets or self._offsets[name][0] is not values[name]:

@@ -10,7 +10,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.grid_search import Box, search
 from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, slope_of
 from pyro_nami.factors.distribution import SiteDistribution
+from pyro_nami.program.runner import Values
 
 __all__ = ["Marginal"]
 
@@ -46,7 +47,7 @@ class Marginal:
         group: ConjugateGroup,
         coordinates: LatentVector,
         box: Box,
-        log_density: Callable[[Mapping[str, Tensor]], Tensor],
+        log_density: Callable[[Values], Tensor],
     ) -> None:
         self.group = group
         self._coordinates = coordinates
@@ -62,9 +63,7 @@ class Marginal:
         self._table = table.unflatten(0, (SIZE,) * len(group.members))
         self.finite = dict.fromkeys(group.members, found)
 
-    def conditional(
-        self, name: str, values: Mapping[str, Tensor], dims: int | None = None
-    ) -> SiteDistribution:
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> SiteDistribution:
         """Returns a member's conditional, as `Expansion.conditional` does."""
         index, center, sides = self.group.members.index(name), self._box.center, self._box.sides
         middle, half = center[..., index], sides[..., index, index]

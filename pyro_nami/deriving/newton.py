@@ -31,6 +31,7 @@ from pyro_nami.deriving.joint_gaussian import JointGaussian
 from pyro_nami.deriving.quadrature import Tabulated
 from pyro_nami.factors.joint_normal import joint_normal
 from pyro_nami.program.masks import without_gaps
+from pyro_nami.program.runner import Message, Sites, Values
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
@@ -49,7 +50,7 @@ class LineStep(NamedTuple):
     The last three are of each set of instances that are solved by themselves.
     """
 
-    start: Mapping[str, Tensor]
+    start: Values
     along: Mapping[str, Tensor]
     slope: Tensor
     total: Tensor
@@ -96,7 +97,7 @@ class Newton(JointGaussian):
 
     # ---- steps
 
-    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+    def solve(self, sites: Sites) -> Expansion | None:
         if self._is_last:
             self.expand(sites, self._children_slopes(sites))
             return None
@@ -128,7 +129,10 @@ class Newton(JointGaussian):
             self.unfound = slope > LOST
             children = self._children_slopes(sites)
             self.expand(sites, children)
-        differentiable = differentiable and self._is_differentiable()
+        if differentiable:  # by latents drawn before, or the model's weights
+            differentiable = bool(
+                parameters_of(*self._densities.values(), but=self.values.values())
+            )
         if self.group.is_tabulated:
             return Tabulated(*self._args[:3], differentiable, near=self)
         if not differentiable:
@@ -140,15 +144,9 @@ class Newton(JointGaussian):
         last._is_last, last.unfound = True, self.unfound
         return last
 
-    def _is_differentiable(self) -> bool:
-        """Whether there are gradients to anything but the members: to what was drawn before, or the model's weights."""
-        return bool(parameters_of(*self._densities.values(), but=self.values.values()))
-
     def _enough(self) -> float:
         """Returns the nats that the last step may still gain: fewer for Normals, as gradients show them."""
-        if self.group.is_tabulated:
-            return MAX_ERROR
-        return MAX_ERROR * self._eps**0.5
+        return MAX_ERROR if self.group.is_tabulated else MAX_ERROR * self._eps**0.5
 
     @property
     def has_moved(self) -> bool:
@@ -193,8 +191,8 @@ class Newton(JointGaussian):
         )
         return LineStep(start, along, *parts)
 
-    def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
-        """Returns a site's log density, as `Expansion.density` does; of one run all that is asked of this is."""
+    def density(self, sites: Sites, name: str) -> Tensor:
+        """Returns a site's log density, as `Expansion.density` does; computed once for the run that this expands."""
         if name in self._densities:
             return self._densities[name]
         found = super().density(sites, name)
@@ -202,12 +200,12 @@ class Newton(JointGaussian):
             self._densities[name] = found
         return found
 
-    def _children_slopes(self, sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _children_slopes(self, sites: Sites) -> dict[str, Tensor]:
         """Returns the slopes of the children's log density, no numbers where the mode was not found."""
         slopes = self.take(sites, again=True)
         if self.unfound is None:
             return slopes
-        with derivatives():  # as curvatures are taken of the others
+        with derivatives():  # curvatures of the other instances follow
             return {
                 name: each.masked_fill(self._beside(name, self.unfound), torch.nan).reshape(
                     each.shape
@@ -224,7 +222,7 @@ class Newton(JointGaussian):
             total = total + self._summed(product, self._apart.values())
         return total
 
-    def _joint(self, sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def _joint(self, sites: Sites) -> tuple[Tensor, Tensor]:
         """Returns the joint log density in nats, and how far rounding may take it, of each set; of all of them where a
         child is in other plates.
         """
@@ -247,7 +245,7 @@ class Newton(JointGaussian):
         return parts.sum(plates, keepdim=True) if plates else parts
 
     def _beside(self, name: str, each: Tensor) -> Tensor:
-        """Returns what is told of sets of instances as it belongs to a member's values."""
+        """Returns numbers of sets of instances in a shape that broadcasts with a member's values."""
         each = each.to(self.references[name]) if each.is_floating_point() else each
         return each.reshape(each.shape + (1,) * len(self.priors[name].event_shape))
 
@@ -276,7 +274,7 @@ class Newton(JointGaussian):
         """Whether Normals are wider than priors, on a line of a squared length; concave densities only narrow them."""
         names = [name for name in self._order if name not in self.flat]
         moves = [self._noise(name, far) - self._noise(name, self) for name in names]
-        # within what is taken for exact, as rounding leaves some
+        # rounding widens some; `MAX_ERROR` is the error that counts as none
         return not sum(float(move.square().sum()) for move in moves) <= (1 + MAX_ERROR) * length
 
     def across(self, place: float) -> Newton:
@@ -287,7 +285,7 @@ class Newton(JointGaussian):
         )
 
     def room(self) -> float:
-        """Returns the most such deviations that are within the bounds of flat priors."""
+        """Returns how many deviations, as in `across`, lie within the bounds of flat priors."""
         ways, means = self._ways(), self.means()
         return min(
             (flat.room(means[name], ways[name]) for name, flat in self.flat.items()),
@@ -295,33 +293,32 @@ class Newton(JointGaussian):
         )
 
     def _ways(self) -> dict[str, Tensor]:
-        """Returns where a deviation of the priors leads, by member; of flat ones, a few of those that data leave."""
+        """Returns a deviation of the prior for each element, by member; for flat priors one of the posterior."""
         found, wide = {}, self.widths()
         for i, (name, mean) in enumerate(self.means().items()):
             spread = wide[name] if name in wide else self.steps[name].nan_to_num(posinf=0.0)
             found[name] = spread.expand(mean.shape) * irregular(mean.shape, mean, i)
         return found
 
-    def densities(self, sites: Mapping[str, Any]) -> list[Tensor]:
+    def densities(self, sites: Sites) -> list[Tensor]:
         """Returns the log densities of the children, row by row."""
         return [self.density(sites, name).detach() for name in self.group.children]
 
-    def rounding(self, sites: Mapping[str, Any]) -> list[Tensor]:
-        """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
+    def rounding(self, sites: Sites) -> list[Tensor]:
+        """Returns bounds on the rounding error of these; in a count's, constants as large as log(count!) cancel."""
         names = filter(sites.__contains__, self.group.children)
         return [rounding_of_rows(self.density(sites, name), sites[name]) for name in names]
 
 
-def rounding_of_rows(density: Tensor, site: Mapping[str, Any], events: int | None = None) -> Tensor:
+def rounding_of_rows(density: Tensor, site: Message) -> Tensor:
     """Returns how far rounding may take the log densities of rows of data, in nats, as `Newton.rounding` has it.
 
     Args:
-        density: of the rows.
-        site: of the data.
-        events: on the right of values, the dims of a row; by default those of the site's event.
+        density: the log density of each row.
+        site: the site of the data.
     """
     value = without_gaps(site).detach().double().nan_to_num().abs()
-    events = len(site["fn"].event_shape) if events is None else events
+    events = len(site["fn"].event_shape)
     value = value.flatten(-events).norm(dim=-1) if events else value
     terms = 10 + value * value.log1p() + 0.1 * density.detach().abs().double().nan_to_num()
     return ROUNDING * torch.finfo(density.dtype).eps * terms
@@ -351,17 +348,14 @@ def has_one_mode(line: Mapping[float, Sequence[Tensor]], rounding: Sequence[Tens
 
 
 def is_concave(line: Mapping[float, Sequence[Tensor]], rounding: Sequence[Tensor]) -> bool:
-    """Whether functions of a place on a line are concave, given what each is at some places, where that is finite."""
+    """Whether functions on a line are concave, given their values at some places; infinite values count for nothing."""
     places = sorted(line)
     for first, middle, last in zip(places, places[1:], places[2:]):
         share = (middle - first) / (last - first)
         for low, here, high, error in zip(line[first], line[middle], line[last], rounding):
-            off = (
-                TOLERANCE * (high - low).abs()
-                + ROUNDING * torch.finfo(here.dtype).eps * here.abs()
-                + error
-            )
-            bent = here < low + share * (high - low) - off
+            rise = high - low
+            rounded = ROUNDING * torch.finfo(here.dtype).eps * here.abs() + error
+            bent = here < low + share * rise - TOLERANCE * rise.abs() - rounded
             if (bent & low.isfinite() & high.isfinite()).any():
                 return False
     return True

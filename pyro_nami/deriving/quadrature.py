@@ -16,6 +16,7 @@ from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion
 from pyro_nami.deriving.grids import HALF, LineDensity, bent, grid_like, side_of, slope_of
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import own_mask
+from pyro_nami.program.runner import Sites, Values
 
 __all__ = ["INACCURATE", "Tabulated"]
 
@@ -61,7 +62,7 @@ class Tabulated(Expansion):
         place = self.places[name]
         return place.reshape(place.shape + (1,) * len(prior.event_shape)).expand(shape)
 
-    def solve(self, sites: Mapping[str, Any]) -> None:
+    def solve(self, sites: Sites) -> None:
         slopes = self.take(sites, again=self.differentiable, parts=self.until)
         with torch.set_grad_enabled(self.differentiable):
             slope, inner = self._lines(slopes)
@@ -98,7 +99,7 @@ class Tabulated(Expansion):
         along = outer * self._scale + (middle * self._slide).sum_to_size(outer.shape)
         return along, inner * self._inner.unsqueeze(1)
 
-    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> Any:
         like, event_dim = self._center, len(self.priors[name].event_shape)
         flat, bounds = flat_prior(self.priors[name]), None
         if flat is not None and flat.is_bounded:
@@ -106,24 +107,23 @@ class Tabulated(Expansion):
         fn = bent(self._quantiles, like, self._scale, like, event_dim, dims, bounds)
         return fn.to_event(event_dim)
 
-    def flaw(self, sites: Mapping[str, Any], rounding: float) -> str:
+    def flaw(self, sites: Sites, rounding: float) -> str:
         """Returns why the slopes are not to be trusted; "" if the log density itself agrees.
 
         Args:
             sites: the sites of the run at all points.
             rounding: bound on the rounding error of all log densities together, in nats.
         """
-        slopes = self.take(sites, parts=self.until)
-        each = [self.density(sites, name).detach().double() for name in self.until]
-        if any(part.dim() <= len(self.leading) for part in each):
+        parts = [self.density(sites, name).detach().double() for name in self.until]
+        if any(part.dim() <= len(self.leading) for part in parts):
             return "a child has no dim of the points"
-        totals: Any = sum(part.flatten(1).sum(-1) for part in each)
-        along, inner = self._lines(slopes)
+        totals: Any = sum(part.flatten(1).sum(-1) for part in parts)
+        along, inner = self._lines(self.take(sites, parts=self.until))
         lines = [(totals, along)]
         if inner is not None:
             totals = totals.unflatten(0, (self._size, -1))
             lines = [(totals[:, self._middle], along), (totals[self._middle], inner[self._middle])]
-        size: Any = sum(part.abs().flatten(1).sum(-1).mean() for part in each)
+        size: Any = sum(part.abs().flatten(1).sum(-1).mean() for part in parts)
         rounding += ROUNDING * torch.finfo(self._center.dtype).eps * float(size)
         for total, line in lines:
             log_density = LineDensity.of_slope(line.flatten(1)).log_density

@@ -36,18 +36,14 @@ from pyro_nami.program.first_run import is_node
 from pyro_nami.program.flat_priors import CUT, MOST_LOST
 from pyro_nami.program.isolation import forked_rng, seed_rng
 from pyro_nami.program.masks import rounding_of
-from pyro_nami.program.runner import RunModel
+from pyro_nami.program.runner import Message, RunModel, Sites, Values
 
 __all__ = ["OPEN", "Refutation", "expansion_of"]
 
 # Where further modes are looked for, as at `MODES_AT`, where priors are flat: deviations that data leave, up to 3,000.
 FAR_MODES_AT = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))
-# Points, or derivatives, times rows of data: of more, steps of training take too long beside those of other guides.
+# Points of a grid, or derivatives, times rows of data. With ten times more, a training step takes seconds.
 MOST_WORK = 4e5
-# Draws that are looked at beside the data; ten times more take ten times as long, and have hardly shown more.
-PROBED_DRAWS = 2
-# Times: by how much a curvature may differ within a deviation, as it does where a density never falls again.
-LOOSENED = 30.0
 # Deviations that data leave, up to which flat priors are looked at; further out rounding hides one of them.
 FAR_OUT = 1 / (ROUNDING * torch.finfo(torch.float32).eps)
 _AT_ONCE = "the model cannot be run at the points that this takes"
@@ -60,8 +56,19 @@ OPEN = "its prior is flat, and data leave it, or a sum with others, open"
 _LOOSE = "its prior is flat, and data hardly tell it: within a deviation of the mode their curvature is another"
 _SCALED_APART = "latents that hang together are scaled by themselves"
 
-
-Run = Callable[[Any], Mapping[str, Any]]  # an expansion -> the sites of its run
+KINDS: dict[str, type[Expansion]] = {  # form -> the class that derives conditionals of that form
+    "Gaussian": JointGaussian,
+    "Newton": Newton,
+    "quadrature": Newton,
+    "enumeration": Enumeration,
+    "states": LoopStates,
+    "states about a mode": StatesAboutMode,
+    "states nearest": NearestStates,
+    "states nonlinear": NonlinearStates,
+    "states enumerated": DiscreteStates,
+    "Bernoulli": LinearBernoulli,
+}
+Run = Callable[[Any], Sites]  # an expansion -> the sites of its run
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Refutation:
             many a density looks quadratic. Those that lack a latent are passed over.
         is_given: whether conditionals are for the data of the first draw alone.
         is_weighted: whether weights correct draws, so that a grid in a plate may be inaccurate far from the data.
+        probed: draws beside the data at which densities are compared at all distances; of further draws only the
+            density of their own data is.
 
     Attributes:
         refused: latent -> why its conditional is not exact, as last found.
@@ -85,9 +94,10 @@ class Refutation:
 
     nesting: int
     run: RunModel
-    draws: Sequence[Mapping[str, Tensor]]
+    draws: Sequence[Values]
     is_given: bool = False
     is_weighted: bool = False
+    probed: int = 2
     refused: dict[str, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     open: set[str] = field(default_factory=set)
@@ -99,19 +109,15 @@ class Refutation:
         ``near`` says that a Gaussian block may be one about a mode instead, or, where draws are weighted, a latent in
         plates on grids.
         """
-        found = self._tested(group)
-        if group.form == "states" and not found:
-            for form in ("states about a mode", "states nonlinear"):
-                if found := self._tested(group._replace(form=form)):
-                    return found
-            return None
-        if found or not near or group.form != "Gaussian" or group.bound:
-            return found
-        found = self._tested(group._replace(form="Newton"))
-        if not found and self.is_weighted and group.num_lifted and group.elements == (1,):
-            # a grid asks for one mode alone, no concave density
-            found = self._tested(group._replace(form="quadrature"))
-        return found
+        forms = [group.form]
+        if group.form == "states":
+            forms += ["states about a mode", "states nonlinear"]
+        if group.form == "Gaussian" and near and not group.bound:
+            forms.append("Newton")
+            if self.is_weighted and group.num_lifted and group.elements == (1,):
+                forms.append("quadrature")  # which needs one mode, but no concave density
+        tested = (self._tested(group._replace(form=form)) for form in forms)
+        return next(filter(None, tested), None)
 
     def _tested(self, group: ConjugateGroup) -> ConjugateGroup | None:
         """Returns the group if its form holds at all draws."""
@@ -136,13 +142,12 @@ class Refutation:
                 own = {name: draw[name] for name in group.members}
             if group.is_loop and told:
                 break  # provenance says what states read, and a run takes long
-            if not draw.keys() >= group.needed or told > PROBED_DRAWS and not own:
+            if not draw.keys() >= group.needed or told > self.probed and not own:
                 continue
-            given = {name: draw[name] for name in (*group.children, *group.needed) if name in draw}
-            reason = self._flaw(group, given, own, told > PROBED_DRAWS)
-            # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a latent
-            # open; nor data at which a grid is inaccurate, where the grid is not for these. The first draw holds the
-            # data themselves.
+            given = _given(group, draw)
+            reason = self._flaw(group, given, own, told > self.probed)
+            # A simulated draw refutes nothing where numbers overflow, or where its data lie at bounds or leave a latent
+            # open; nor where a grid for other data is inaccurate. The first draw holds the data themselves.
             mute = reason.startswith((_NOT_FINITE, OPEN, _LOOSE, CUT[: CUT.index("{")]))
             is_one_of_many = self.is_weighted and group.num_lifted > 0
             mute |= reason == INACCURATE and self.is_given and (not group.needed or is_one_of_many)
@@ -155,7 +160,7 @@ class Refutation:
                     return reason
         return "" if told else flat or _NOT_FINITE
 
-    def parameters(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> list[Tensor]:
+    def parameters(self, group: ConjugateGroup, drawn: Values) -> list[Tensor]:
         """Returns the model's parameters that a group's density moves with."""
         probe = self._about(group)()
         sites = probe.sites(self.run, drawn)
@@ -163,22 +168,18 @@ class Refutation:
             densities = [probe.density(sites, name) for name in probe.until]
         return parameters_of(*densities, but=probe.values.values())
 
-    def several_modes(self, group: ConjugateGroup, draw: Mapping[str, Tensor]) -> str:
-        """Returns why the states of a loop may have several modes, given a draw of what they need; "" if not."""
-        drawn = {name: draw[name] for name in (*group.children, *group.needed) if name in draw}
+    def several_modes(self, group: ConjugateGroup, draw: Values) -> str:
+        """Returns why the states of a loop may have several modes, given a draw of the other sites; "" if not."""
+        run = self._at(_given(group, draw))
 
-        def run(expansion: Any) -> Mapping[str, Any]:
-            return expansion.sites(self.run, drawn)
-
-        try:
-            states: Any = self._about(group)()
+        def test() -> str:
+            states = self._about(group)()
             states, sites = solved(states, run(states), run)
-            found: str = states.several_modes(sites, run)
-            return found
-        except Exception as error:  # noqa: BLE001  whatever a model does at values far out
-            return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
+            return states.several_modes(sites, run)
 
-    def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
+        return _or_error(test)
+
+    def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Values) -> str:
         """Returns the flaw that the model has with other parameters, which may be zero as yet and will be learned."""
         parameters = self.parameters(group, drawn)
         before = [parameter.detach().clone() for parameter in parameters]
@@ -195,35 +196,30 @@ class Refutation:
     def _flaw(
         self,
         group: ConjugateGroup,
-        drawn: Mapping[str, Tensor],
-        own: Mapping[str, Tensor] | None = None,
+        drawn: Values,
+        own: Values | None = None,
         only: bool = False,
     ) -> str:
-        """Returns in what the log density is not of the form; empty if it is.
+        """Returns how the log density departs from the form; empty if it does not.
 
         Args:
             group: the group.
-            drawn: values of its children and what else it needs.
-            own: those of its members in the same draw; where data say most, many a density is bent most.
-            only: whether to look there and nowhere else.
+            drawn: values of its children, and of the latents drawn before it.
+            own: values of its members in the same draw; many a density is bent most where its data are most likely.
+            only: whether to compare densities there alone.
         """
+        run = self._at(drawn)
 
-        def run(expansion: Any) -> Mapping[str, Any]:
-            return expansion.sites(self.run, drawn)
-
-        try:
+        def test() -> str:
             if group.is_loop:
-                states: Any = self._about(group)()
-                return states.flaw(run)
+                return self._about(group)().flaw(run)
             if group.has_mode:
                 return self._flaw_about_mode(group, run)
             return self._flaw_at_points(group, run, own or {}, only)
-        except Exception as error:  # noqa: BLE001  whatever a model does at values far out
-            return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
 
-    def _flaw_at_points(
-        self, group: ConjugateGroup, run: Run, own: Mapping[str, Tensor], only: bool
-    ) -> str:
+        return _or_error(test)
+
+    def _flaw_at_points(self, group: ConjugateGroup, run: Run, own: Values, only: bool) -> str:
         """Returns the flaw that shows far from the prior's mean.
 
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
@@ -253,8 +249,8 @@ class Refutation:
                 return _NOT_FINITE
         return self._unexplained(group, here, others) or reason
 
-    def _flaw_of_fit(self, group: ConjugateGroup, here: Any, sites: Mapping[str, Any]) -> str:
-        """Returns what speaks against a form at the point where it was fitted; empty if nothing does."""
+    def _flaw_of_fit(self, group: ConjugateGroup, here: Any, sites: Sites) -> str:
+        """Returns the flaw of a form at the point where it was fitted; empty if it has none."""
         if not here.is_finite():
             return _NOT_FINITE
         scales = [torch.as_tensor(sites[name]["scale"]) for name in group.members]
@@ -324,13 +320,17 @@ class Refutation:
             line[f"{far:g} deviations away"] = moved(far, math.copysign(3.0, far))
         return here, line, reason
 
+    def _at(self, drawn: Values) -> Run:
+        """Returns the function that runs the model for an expansion, given values of all other sites it needs."""
+        return lambda expansion: expansion.sites(self.run, drawn)
+
     def _about(self, group: ConjugateGroup) -> functools.partial[Any]:
-        """Returns what makes the expansion of a group's density about a point."""
+        """Returns the constructor of an expansion of a group's density, which takes the point."""
         kind = expansion_of(group)
         return functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
 
     def _starts(self, group: ConjugateGroup) -> dict[str, Tensor]:
-        """Returns where the search for what data say of flat priors begins, by member."""
+        """Returns the values at which the search for a mode begins, for members with flat priors."""
         return {name: self.draws[0][name] for name in group.flat if name in self.draws[0]}
 
     def _cut(self, here: JointGaussian) -> str:
@@ -351,7 +351,7 @@ class Refutation:
         return CUT.format(lost) if lost > MOST_LOST else ""
 
     def _flaw_about_mode(self, group: ConjugateGroup, run: Run) -> str:
-        """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
+        """Returns the flaw of Newton's method, or of a grid about the mode it finds; empty if it has none."""
         at = functools.partial(self._about(group._replace(form="Newton")), at=self._starts(group))
         near = at()
         sites = run(near)
@@ -390,7 +390,7 @@ class Refutation:
         return self._flaw_of_normals(group, near, run)
 
     def _flaw_of_grid(self, group: ConjugateGroup, near: Newton, run: Run, rows: int) -> str:
-        """Returns what speaks against a grid about a mode; empty if nothing does."""
+        """Returns the flaw of a grid about a mode; empty if it has none."""
         fine = group._replace(is_weighted=False)
         grid: Any = Tabulated(fine, near.leading, self.nesting, False, near=near, finer=2)
         if grid.count * rows > MOST_WORK:
@@ -402,7 +402,7 @@ class Refutation:
         return grid.flaw(sites, rounding) if grid.is_finite() else _NOT_FINITE
 
     def _flaw_of_normals(self, group: ConjugateGroup, near: Newton, run: Run) -> str:
-        """Returns what speaks against Normals about a mode; empty if nothing does."""
+        """Returns the flaw of Normals about a mode; empty if they have none."""
         here = near.mode()
         here.fit(sites := run(here))
         if flaw := self._flaw_of_fit(group, here, sites):
@@ -419,19 +419,22 @@ class Refutation:
                 return _NOT_CONCAVE
         return "" if is_concave(line, errors) else _NOT_CONCAVE
 
-    def _is_loose(self, near: Newton, run: Run) -> bool:
-        """Whether curvatures along elements with flat priors are others a deviation from the mode."""
+    def _is_loose(self, near: Newton, run: Run, *, most: float = 30.0) -> bool:
+        """Whether data hardly inform elements with flat priors, as where a density rises for ever.
+
+        Their curvature then differs by a factor of more than ``most`` within a deviation of the mode.
+        """
         widths = near.widths()
         for place in (-1.0, 1.0):
             far, _ = near.line(place)
             far.fit(run(far))
             for name, width in far.widths().items():
                 times = (width / widths[name]).square()
-                if not (times.log().abs() < math.log(LOOSENED)).all():
+                if not ((times < most) & (times > 1 / most)).all():
                     return True
         return False
 
-    def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
+    def _wide(self, sites: Sites, group: ConjugateGroup) -> str:
         """Returns the flaw that a node has the dim of the points by their shape, and does not depend on them."""
         for name in sites.keys() - {*group.members, *group.children}:
             site = sites[name]
@@ -440,24 +443,25 @@ class Refutation:
         return ""
 
 
-def _rounding(site: Mapping[str, Any]) -> float:
-    """Returns by how many deviations rounding of a Normal child's values may move a mean; of others none are told."""
+def _given(group: ConjugateGroup, draw: Values) -> Values:
+    """Returns the values of a group's children, and of the latents drawn before it, in a draw."""
+    return {name: draw[name] for name in (*group.children, *group.needed) if name in draw}
+
+
+def _or_error(test: Callable[[], str]) -> str:
+    """Returns the result of a test, or the error if the model fails at the values that the test takes."""
+    try:
+        return test()
+    except Exception as error:  # noqa: BLE001  whatever a model does at values far out
+        return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
+
+
+def _rounding(site: Message) -> float:
+    """Returns by how many deviations rounding of a Normal child's values may move a mean; 0 for other children."""
     off = rounding_of(site)
     return 0.0 if off is None else float(off.double().square().sum().sqrt())
 
 
 def expansion_of(group: ConjugateGroup) -> type[Expansion]:
     """Returns the class that derives a group's conditionals."""
-    kinds: dict[str, type[Expansion]] = {
-        "Gaussian": JointGaussian,
-        "Newton": Newton,
-        "quadrature": Newton,
-        "enumeration": Enumeration,
-        "states": LoopStates,
-        "states about a mode": StatesAboutMode,
-        "states nearest": NearestStates,
-        "states nonlinear": NonlinearStates,
-        "states enumerated": DiscreteStates,
-        "Bernoulli": LinearBernoulli,
-    }
-    return kinds.get(group.form, ByStatistics)
+    return KINDS.get(group.form, ByStatistics)

@@ -37,6 +37,7 @@ from pyro_nami.deriving.gaussian_levels import (
 )
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.flat_priors import Flat, flat_prior
+from pyro_nami.program.runner import Sites, Values
 
 __all__ = ["SecondOrder"]
 
@@ -59,7 +60,7 @@ class SecondOrder(Expansion):
         group: ConjugateGroup,
         *args: Any,
         sizes: dict[str, int] | None = None,
-        at: Mapping[str, Tensor] | None = None,
+        at: Values | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(group, *args, **kwargs)
@@ -78,8 +79,6 @@ class SecondOrder(Expansion):
         # of prior locations, in the slopes: all are zero
         self._weights: dict[str, Tensor] = {}
         self.levels: list[Level] = []  # in order of elimination
-        # children with precisions of 1, and members with prior scales of 1, in place of their own
-        self.units: frozenset[str] = frozenset()
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         """Returns the reference, or a point some deviations away from it."""
@@ -94,14 +93,14 @@ class SecondOrder(Expansion):
             # a flat prior may not say on which device it is
             off = step.mean().to(reference) * irregular(shape, reference, len(self.values))
             return reference + self.away * off
-        size = self._held(name, shape, prior).numel()
+        size = self._held(name).numel()
         if size != self.sizes[name]:
             self.sizes[name] = size
             raise Changed
         return reference.expand(shape)
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
-        """Returns what a member's offsets are from, given its prior's location and deviations."""
+        """Returns a member's reference value, from which offsets count, given its prior's location and deviations."""
         at = self._at.get(name)
         # where it is not known where to start
         at = loc if at is None else torch.where(at.isnan(), loc.to(at), at)
@@ -112,9 +111,7 @@ class SecondOrder(Expansion):
         """Number of directions that slopes are differentiated in: elements of members, of one instance each."""
         return sum(self.sizes[name] for name in self._first)
 
-    def take(
-        self, sites: Mapping[str, Any], *, again: bool = False, **options: Any
-    ) -> dict[str, Tensor]:
+    def take(self, sites: Sites, *, again: bool = False, **options: Any) -> dict[str, Tensor]:
         """Returns the slopes, as `Expansion.take` does.
 
         If they are to be differentiated again, each has a term besides: weights of zero times the slopes of prior
@@ -131,7 +128,7 @@ class SecondOrder(Expansion):
                 options["more"] = [(loc * self._weights[name]).sum() for name, loc in locs.items()]
         return super().take(sites, again=again, **options)
 
-    def _read(self, sites: Mapping[str, Any], slopes: Mapping[str, Tensor]) -> None:
+    def _read(self, sites: Sites, slopes: Mapping[str, Tensor]) -> None:
         """Takes H, g and the rows of the priors from a run, given slopes that can be differentiated again."""
         units = {name: self._unit_offsets(name) for name in self.values}
         inputs = [*self.values.values(), *self._weights.values()]
@@ -166,7 +163,7 @@ class SecondOrder(Expansion):
         value, shape, first = self.values[name], self.shapes[name], self._first[name]
         unit = torch.eye(self.num_offsets, dtype=value.dtype, device=value.device)
         unit = unit[:, first : first + self.sizes[name]].flip(-1)
-        held = self._held(name, shape)
+        held = self._held(name)
         unit = unit.reshape((-1,) + (1,) * (len(shape) - len(held)) + held)
         return unit.expand((-1, *shape)).reshape((-1, *value.shape))
 
@@ -183,7 +180,7 @@ class SecondOrder(Expansion):
         own, after = self._first[name], self._first[name] + self.sizes[name]
         if moves is None:
             moves = loc.new_zeros((self.num_offsets, *loc.shape))
-        mean = self._columns(name, moves[after:], loc)  # a prior is to move with those behind alone
+        mean = self._columns(name, moves[after:], loc)  # a prior depends on members behind it alone
         whitening = self._whitening(name)
         return pad(torch.cat([whitening, -(whitening @ mean)], -1), (own - begin, 0))
 
@@ -198,21 +195,10 @@ class SecondOrder(Expansion):
 
     def _base(self, name: str) -> Any:
         """Returns a member's Normal or multivariate Normal prior; of a flat one where offsets begin, and their unit."""
-        base: Any = innermost(self.priors[name])
-        if name in self.flat:
-            loc = self.references[name].detach()
-        elif name in self.units:
-            loc = base.loc
-        else:
-            return base
+        if name not in self.flat:
+            return innermost(self.priors[name])
+        loc = self.references[name].detach()
         return dist.Normal(loc, torch.ones_like(loc), validate_args=False)
-
-    def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
-        if name in self.units:
-            unit = dist.Normal(sites[name]["fn"].loc, 1.0, validate_args=False)
-            scale = sites[self.first]["scale"]
-            sites = {**sites, name: {**sites[name], "fn": unit, "scale": scale}}
-        return super().density(sites, name)
 
     def _moved(self, name: str, value: Tensor) -> Tensor:
         """Returns the offset of a member's value, ``(*batch, *plates, E)``."""
@@ -220,7 +206,7 @@ class SecondOrder(Expansion):
 
     # ---- probing
 
-    def fit(self, sites: Mapping[str, Any], parts: Sequence[str] = ()) -> None:
+    def fit(self, sites: Sites, parts: Sequence[str] = ()) -> None:
         """Finds the rows, as `Expansion.fit` does; of some children, by default of all."""
         with derivatives():
             self._read(sites, self.take(sites, again=True, parts=parts))
@@ -230,16 +216,16 @@ class SecondOrder(Expansion):
             bool(level.prior.isfinite().all()) for level in self.levels
         )
 
-    def reaches(self, sites: Mapping[str, Any]) -> bool:
-        """Whether each child's log density moves at all, and that of no element is curved the wrong way."""
+    def reaches(self, sites: Sites) -> bool:
+        """Whether each child's log density depends on the members, and no element's precision is negative."""
         for level in self.levels:
             precision = level.precision
-            # What is flat may be told by members that it moves alone.
+            # A member with a flat prior may be informed only through the members that depend on it.
             if not torch.where(level.proper > 0, precision > 0, precision >= 0).all():
                 return False
         return all(self._curves(sites, child) for child in self.group.children)
 
-    def _curves(self, sites: Mapping[str, Any], child: str) -> bool:
+    def _curves(self, sites: Sites, child: str) -> bool:
         """Whether a child's log density has a curvature along some direction."""
         slopes = self.take(sites, again=True, parts=[child]).values()
         moving = [slope for slope in slopes if slope.requires_grad]
@@ -252,7 +238,7 @@ class SecondOrder(Expansion):
             )
         return any(bool((bend != 0).any()) for bend in bends)
 
-    def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+    def predict(self, values: Values) -> list[Tensor]:
         steps, found = self._steps_to(values), []
         for i, level in enumerate(self.levels):
             own, *others = self._terms(i, steps)
@@ -262,14 +248,12 @@ class SecondOrder(Expansion):
     def explains(self, far: SecondOrder) -> bool:
         steps = self._steps_to(far.values)
         for i, level in enumerate(self.levels):
-            found = torch.cat(
-                [self._flat(name, far.slopes[name]).double() for name in level.names], -1
-            )
-            terms = self._terms(i, steps)
-            terms += [other.summed(level, step) for other, step in zip(self.levels[:i], steps)]
-            terms, start = [-term for term in terms], -level.rows[..., -1]
+            slopes = [self._flat(name, far.slopes[name]).double() for name in level.names]
+            found, start = torch.cat(slopes, -1), -level.rows[..., -1]
+            earlier = [other.summed(level, step) for other, step in zip(self.levels[:i], steps)]
+            terms = [-term for term in self._terms(i, steps) + earlier]
             off = (found - start - sum(terms)).abs()
-            # Where data are precise, what is small beside their pull may be large beside what they leave open.
+            # Where data are precise, an error that is small beside the slope may still move the mean by deviations.
             width = level.precision.clamp(min=0).sqrt()
             rounded = bool((off <= self.noise * width).all())
             if not rounded and not agree(found, start, terms, torch.float32):
@@ -281,7 +265,7 @@ class SecondOrder(Expansion):
         return self.explains_priors(far)
 
     def explains_priors(self, far: SecondOrder) -> bool:
-        """Whether the priors' noise at another point is what their rows say of the offsets."""
+        """Whether the priors' noise at another point is the one that their rows predict."""
         steps = self._steps_to(far.values)
         for i, level in enumerate(self.levels):
             noise = torch.cat([self._noise(name, far) for name in level.names], -1)
@@ -291,11 +275,11 @@ class SecondOrder(Expansion):
         return True
 
     def _terms(self, i: int, steps: Sequence[Tensor], prior: bool = False) -> list[Tensor]:
-        """Returns what steps of a level and those behind it add to its rows."""
+        """Returns the terms that steps of a level, and of the levels behind it, add to its rows."""
         columns = [self.levels[i].columns(other, prior) for other in self.levels[i:]]
         return [times(each, step) for each, step in zip(columns, steps[i:])]
 
-    def _steps_to(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+    def _steps_to(self, values: Values) -> list[Tensor]:
         """Returns the offsets of values, by level."""
         return [
             torch.cat([self._moved(name, values[name].detach()) for name in level.names], -1)
@@ -310,11 +294,10 @@ class SecondOrder(Expansion):
 
     # ---- shapes
 
-    def _held(self, name: str, shape: Sequence[int], prior: Any = None) -> torch.Size:
-        """Returns those dims of a member's values that its elements lie along."""
-        prior = self.priors[name] if prior is None else prior
-        dims = len(prior.event_shape) + (0 if self._is_lifted(name) else self.nesting)
-        return torch.Size(shape[len(shape) - dims :])
+    def _held(self, name: str) -> torch.Size:
+        """Returns the sizes of the dims of a member's values that its elements lie along."""
+        shape, plates = self.shapes[name], 0 if self._is_lifted(name) else self.nesting
+        return shape[len(shape) - len(self.priors[name].event_shape) - plates :]
 
     def _is_lifted(self, name: str) -> bool:
         return self._depth[name] < self.group.num_lifted
@@ -324,11 +307,8 @@ class SecondOrder(Expansion):
 
         The last comes first, as it is eliminated first.
         """
-        shape = self.shapes[name]
-        value = value.expand(broadcast(value.shape, shape))
-        held = self._held(name, shape)
+        value = value.expand(broadcast(value.shape, self.shapes[name]))
+        held = self._held(name)
+        plates = len(held) - len(self.priors[name].event_shape)
         batch = value.shape[: value.dim() - len(held)]
-        value = value.reshape(
-            batch + (() if self._is_lifted(name) else (1,) * self.nesting) + (held.numel(),)
-        )
-        return value.flip(-1) if held.numel() > 1 else value
+        return value.reshape(*batch, *(1,) * plates, held.numel()).flip(-1)

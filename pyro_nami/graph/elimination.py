@@ -30,7 +30,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.graph.sites import NO_PLATES, Plates
+from pyro_nami.graph.sites import NO_PLATES, Plates, Reads
 
 NOTHING: Any = frozenset()
 
@@ -46,12 +46,12 @@ class Elimination(NamedTuple):
             They may be more than the plates of the two (``y[obs]`` joins ``alpha[county]`` and ``beta[day]``).
     """
 
-    parents: dict[Hashable, dict[Hashable, Plates]]
+    parents: dict[Hashable, Reads]
     joint: dict[Hashable, Plates]
-    rows: dict[Hashable, dict[Hashable, Plates]]
+    rows: dict[Hashable, Reads]
 
 
-def moralize(net: BayesNet) -> dict[Hashable, dict[Hashable, Plates]]:
+def moralize(net: BayesNet) -> dict[Hashable, Reads]:
     """Returns the labels F(a, b) of the lifted moral graph.
 
     Sites a and b are adjacent iff ``b in labels[a]``, and ``labels[a][b] == labels[b][a]`` holds the shared plates
@@ -60,7 +60,7 @@ def moralize(net: BayesNet) -> dict[Hashable, dict[Hashable, Plates]]:
     names = net.indexed.names
     plates = net.indexed.plates
     graph = MoralGraph(net)
-    labels: dict[Hashable, dict[Hashable, Plates]] = {name: {} for name in names}
+    labels: dict[Hashable, Reads] = {name: {} for name in names}
     for a, name in enumerate(names):
         for b, rows in sorted(graph.rows(a).items()):
             across = (plates[a] & plates[b]) - rows
@@ -135,11 +135,9 @@ class MoralGraph:
         for v in gone:
             self._unite(v)
 
-    def eliminate(self, v: int) -> tuple[dict[Hashable, Plates], Plates]:
+    def eliminate(self, v: int) -> tuple[Reads, Plates]:
         """Sums v out; returns the names of its neighbours, each with the plates v reads it across, and joint(v)."""
         clique, joint = self._unite(v)
-        if not joint:
-            return dict.fromkeys([self.names[u] for u in sorted(clique)], NO_PLATES), joint
         return {self.names[u]: joint & self.plates[u] for u in sorted(clique)}, joint
 
     def _unite(self, v: int) -> tuple[set[int], Plates]:
@@ -149,7 +147,7 @@ class MoralGraph:
             return NOTHING, NO_PLATES
         batch = self._batch(v)
         self.holding[v] = NOTHING
-        largest = max(ids, key=lambda i: len(self.cliques[i])) if len(ids) > 1 else next(iter(ids))
+        largest = max(ids, key=lambda i: len(self.cliques[i]))
         union = self.cliques[largest]
         union.discard(v)
         for i in ids:

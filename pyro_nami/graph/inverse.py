@@ -17,7 +17,7 @@ from typing import Any
 import networkx as nx
 
 from pyro_nami.graph.network import BayesNet, label, plate_list, site_label
-from pyro_nami.graph.sites import NO_PLATES, Plates
+from pyro_nami.graph.sites import NO_PLATES, Edge, Plates
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Inverse:
         )
         return graph
 
-    def with_edges(self, extra: Iterable[tuple[Hashable, Hashable]]) -> Inverse:
+    def with_edges(self, extra: Iterable[Edge]) -> Inverse:
         """Adds dependencies (Webb et al. 2018, section 3.4); a latent that gains one is no longer predictive.
 
         Args:
@@ -174,7 +174,7 @@ class Inverse:
                 raise ValueError(
                     f"Expected {v!r} to be joint over plates it lies in; got {set(self.joint[v])!r}."
                 )
-            for u, across in self.parents[v].items() if self.net.plate_sizes else ():
+            for u, across in self.parents[v].items():
                 if not across <= plates[u] & plates[v]:
                     raise ValueError(
                         f"Expected {v!r} to read {u!r} across plates that they share; got {set(across)!r}."
@@ -232,7 +232,7 @@ def _from_step(name: str, lag: int) -> str:
     return f"{name.removesuffix('[time]')}[{start}:]"
 
 
-def sampled(net: BayesNet) -> tuple[Hashable, ...]:
+def sampled(net: BayesNet) -> tuple[Any, ...]:
     """The latents that a guide samples, in model order: all but the marginalized ones.
 
     Raises:
@@ -254,14 +254,7 @@ def check_partition(net: BayesNet, parts: Sequence[Sequence[Hashable]], what: st
         if name in seen:
             raise ValueError(f"Expected every latent once in {what}; got {name!r} twice.")
         if name not in latents:
-            site = net.sites.get(name)
-            kind = (
-                "an unknown site"
-                if site is None
-                else "observed"
-                if site.observed
-                else "marginalized"
-            )
+            kind = net.sites[name].kind if name in net.sites else "an unknown site"
             raise ValueError(
                 f"Expected latents that a guide samples in {what}; got {name!r}, which is {kind}."
             )

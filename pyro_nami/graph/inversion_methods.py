@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from pyro_nami.graph.inverse import Inverse, check_partition, sampled
 from pyro_nami.graph.min_fill import ForbiddenOrder, Step, steps
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.graph.sites import NO_PLATES, Plates
+from pyro_nami.graph.sites import NO_PLATES, Plates, Reads
 
 DIRECTIONS = ("auto", "forward", "reverse", "free")
 
@@ -104,7 +104,7 @@ def stuhlmueller(net: BayesNet) -> Inverse:
     names, position, parents, children, plates = net.indexed
     readable = {position[name] for name in (*net.observed, *order)}
     joint: dict[Hashable, Plates] = {}
-    reads: dict[Hashable, dict[Hashable, Plates]] = {}
+    reads: dict[Hashable, Reads] = {}
     for v, i in zip(order, map(position.__getitem__, order)):
         readable.remove(i)
         joint[v] = NO_PLATES.union(*(plates[i] - plates[t] for t in children[i]))
@@ -166,7 +166,7 @@ def _best(net: BayesNet, direction: str, blocks: Sequence[Sequence[int]]) -> tup
 
 def _invert(net: BayesNet, direction: str, blocks: Sequence[Sequence[int]]) -> Inverse:
     enabled = gc.isenabled()
-    # there is no cycle to find, and at 100,000 sites its walks cost as much as all else
+    # There is no cycle to find, and at 100,000 sites garbage collection takes as long as all else.
     gc.disable()
     try:
         taken = {step.site: step for step in steps(net, direction, blocks)}
@@ -191,15 +191,10 @@ def _parts(
         raise ValueError(
             f"Expected direction to be one of {', '.join(DIRECTIONS)}; got {direction!r}."
         )
-    if blocks is None:
-        parts = [list(latents)]
-    else:
-        blocks = list(blocks)
-        for block in blocks:
-            if isinstance(block, str):
-                raise TypeError(
-                    f"Expected blocks to be lists of site names; got the string {block!r}."
-                )
-        parts = [list(block) for block in blocks]
-        check_partition(net, parts, "blocks")
+    blocks = [latents] if blocks is None else list(blocks)
+    for block in blocks:
+        if isinstance(block, str):
+            raise TypeError(f"Expected blocks to be lists of site names; got the string {block!r}.")
+    parts = [list(block) for block in blocks]
+    check_partition(net, parts, "blocks")
     return [[net.indexed.position[name] for name in part] for part in parts]

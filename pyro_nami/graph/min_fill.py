@@ -18,7 +18,7 @@ import networkx as nx
 
 from pyro_nami.graph.elimination import MoralGraph
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.graph.sites import NO_PLATES, Plates
+from pyro_nami.graph.sites import NO_PLATES, Edge, Plates, Reads
 
 
 class Step(NamedTuple):
@@ -36,9 +36,9 @@ class Step(NamedTuple):
 
     frontier: tuple[Hashable, ...]
     site: Hashable
-    parents: dict[Hashable, Plates]
+    parents: Reads
     joint: Plates
-    fill: tuple[tuple[Hashable, Hashable], ...]
+    fill: tuple[Edge, ...]
     cost: int
     predictive: bool
 
@@ -151,7 +151,7 @@ class Frontier:
                 fill, self.slack[v] = self.graph.fill(v)
                 self._bound(v, fill, True)
 
-    def take(self, v: int) -> tuple[dict[Hashable, Plates], Plates]:
+    def take(self, v: int) -> tuple[Reads, Plates]:
         """Eliminates v, releases what waited for it, and returns what `MoralGraph.eliminate` does."""
         self.ready.discard(v)
         fill, _, _ = self.bounds.pop(v)

@@ -7,7 +7,7 @@ __all__ = ["BayesNet", "Instance", "label", "plate_list", "site_label"]
 import itertools
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -17,6 +17,8 @@ import networkx as nx
 
 from pyro_nami.graph.sites import (
     NO_PLATES,
+    Edge,
+    Nesting,
     Plates,
     Site,
     closed_nesting,
@@ -87,9 +89,9 @@ class BayesNet:
     def __init__(
         self,
         sites: Mapping[Hashable, Site] | Iterable[Site],
-        edges: Iterable[tuple[Hashable, Hashable]],
+        edges: Iterable[Edge],
         plate_sizes: Mapping[Hashable, int] | None = None,
-        nesting: Mapping[Hashable, Collection[Hashable]] | None = None,
+        nesting: Nesting | None = None,
     ) -> None:
         pairs = dict.fromkeys((u, t) for u, t in edges)
         ordered = sites_in_order(sites, pairs)
@@ -107,13 +109,13 @@ class BayesNet:
     @classmethod
     def from_edges(
         cls,
-        edges: Iterable[tuple[Hashable, Hashable]],
+        edges: Iterable[Edge],
         *,
         observed: Iterable[Hashable],
         nodes: Iterable[Hashable] | None = None,
         plates: Mapping[Hashable, Iterable[Hashable]] | None = None,
         plate_sizes: Mapping[Hashable, int] | None = None,
-        nesting: Mapping[Hashable, Collection[Hashable]] | None = None,
+        nesting: Nesting | None = None,
     ) -> BayesNet:
         """Builds a network from its edges; the arguments that are not listed are those of the class.
 
@@ -148,7 +150,7 @@ class BayesNet:
         observed: Iterable[Hashable],
         plates: Mapping[Hashable, Iterable[Hashable]] | None = None,
         plate_sizes: Mapping[Hashable, int] | None = None,
-        nesting: Mapping[Hashable, Collection[Hashable]] | None = None,
+        nesting: Nesting | None = None,
     ) -> BayesNet:
         """Builds a network from a directed graph; the arguments are those of `from_edges`."""
         if not isinstance(graph, nx.DiGraph):
@@ -290,13 +292,9 @@ class BayesNet:
             outer = plate_list(self, self.nesting.get(plate, NO_PLATES))
             text += f", plate {label(plate)} of {size}" + (f" within {outer}" if outer else "")
         for site, parents in zip(self.sites.values(), self.indexed.parents):
-            kind = (
-                "observed" if site.observed else "marginalized" if site.marginalized else "latent"
-            )
             given = ", ".join(label(self.indexed.names[u]) for u in parents)
-            text += f"\n  {site_label(self, site.name)}: {kind}" + (
-                f", given {given}" if given else ""
-            )
+            text += f"\n  {site_label(self, site.name)}: {site.kind}"
+            text += f", given {given}" if given else ""
         return text
 
 

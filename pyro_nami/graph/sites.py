@@ -8,7 +8,10 @@ from __future__ import annotations
 
 __all__ = [
     "NO_PLATES",
+    "Edge",
+    "Nesting",
     "Plates",
+    "Reads",
     "Site",
     "closed_nesting",
     "names_of",
@@ -25,7 +28,9 @@ import networkx as nx
 
 Plates = frozenset[Any]
 NO_PLATES: Plates = frozenset()
-DEFAULT_PLATE_SIZE = 2  # the fewest instances that can differ
+Edge = tuple[Hashable, Hashable]  # parent, child
+Nesting = Mapping[Hashable, Collection[Hashable]]  # plate -> the plates whose indices it determines
+Reads = dict[Hashable, Plates]  # a site that is read -> the shared plates that it is read across
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,13 @@ class Site:
     marginalized: bool = False
     lag: int | None = None
 
+    @property
+    def kind(self) -> str:
+        """ "observed", "marginalized" or "latent": what inference does with the site."""
+        if self.observed:
+            return "observed"
+        return "marginalized" if self.marginalized else "latent"
+
     def __post_init__(self) -> None:
         vars(self).update(
             plates=frozenset(names_of(self.plates)),
@@ -69,7 +81,7 @@ def names_of(names: Iterable[Hashable]) -> Iterable[Hashable]:
 
 
 def sites_in_order(
-    sites: Mapping[Hashable, Site] | Iterable[Site], edges: Collection[tuple[Hashable, Hashable]]
+    sites: Mapping[Hashable, Site] | Iterable[Site], edges: Collection[Edge]
 ) -> dict[Hashable, Site]:
     """The sites by name, parents first: each time the earliest one whose parents are all placed."""
     given = _by_name(sites)
@@ -99,17 +111,12 @@ def plate_sizes_of(
             raise ValueError(
                 f"Expected the size of plate {plate!r} to be a positive integer; got {size!r}."
             )
-    used = {
-        plate: DEFAULT_PLATE_SIZE
-        for site in sites.values()
-        for plate in sorted(site.plates, key=repr)
-    }
+    names = [plate for site in sites.values() for plate in sorted(site.plates, key=repr)]
+    used = dict.fromkeys(names, 2)  # the fewest instances that can differ
     return {plate: size for plate, size in {**sizes, **used, **sizes}.items() if plate in used}
 
 
-def closed_nesting(
-    sites: Mapping[Hashable, Site], nesting: Mapping[Hashable, Collection[Hashable]]
-) -> dict[Hashable, Plates]:
+def closed_nesting(sites: Mapping[Hashable, Site], nesting: Nesting) -> dict[Hashable, Plates]:
     """The nesting closed transitively; every site must lie in the plates that one of its plates determines."""
     outer = {plate: frozenset(names_of(plates)) for plate, plates in nesting.items()}
     edges = [(above, plate) for plate, plates in outer.items() for above in plates]
@@ -146,9 +153,7 @@ def _by_name(sites: Mapping[Hashable, Site] | Iterable[Site]) -> dict[Hashable, 
     return named
 
 
-def _parents_first(
-    names: Iterable[Hashable], edges: Iterable[tuple[Hashable, Hashable]], what: str
-) -> list[Hashable]:
+def _parents_first(names: Iterable[Hashable], edges: Iterable[Edge], what: str) -> list[Hashable]:
     """The names in topological order, and where that leaves a choice in their own."""
     names = list(names)
     rank = {name: i for i, name in enumerate(names)}

@@ -15,10 +15,7 @@ from typing import Any
 
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet, Instance, label
-from pyro_nami.graph.sites import NO_PLATES, Plates
-
-Dependency = tuple[Hashable, Hashable]
-ENOUGH_INSTANCES = 3
+from pyro_nami.graph.sites import NO_PLATES, Edge, Plates
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,8 @@ class Verification:
         redundant: the dependencies of the inverse that the posterior does not have, likewise.
     """
 
-    missing: Mapping[Dependency, Plates]
-    redundant: Mapping[Dependency, Plates]
+    missing: Mapping[Edge, Plates]
+    redundant: Mapping[Edge, Plates]
 
     def __bool__(self) -> bool:
         return not self.missing
@@ -45,13 +42,9 @@ class Verification:
     @property
     def verdict(self) -> str:
         """The two in words."""
-        return (
-            "minimally faithful"
-            if self.minimal
-            else "faithful, not minimal"
-            if self
-            else "not faithful"
-        )
+        if self.minimal:
+            return "minimally faithful"
+        return "faithful, not minimal" if self else "not faithful"
 
     def __str__(self) -> str:
         parts = [self.verdict]
@@ -85,12 +78,13 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
         not faithful; missing: a -> b
     """
     inverse = replace(inverse, net=net)  # which checks that it fits
-    sizes = {plate: min(size, ENOUGH_INSTANCES) for plate, size in net.plate_sizes.items()}
+    # Exchangeable instances: the one at hand, another that is known, and one that is not.
+    sizes = {plate: min(size, 3) for plate, size in net.plate_sizes.items()}
     small = BayesNet(net.sites, net.edges, sizes, net.nesting)
     read, grounded = replace(inverse, net=small).ground().parents, small.ground()
     known = _Known(grounded, grounded.observed)
-    missing: dict[Dependency, Plates] = {}
-    redundant: dict[Dependency, Plates] = {}
+    missing: dict[Edge, Plates] = {}
+    redundant: dict[Edge, Plates] = {}
     for v in reversed(inverse.order):
         crossed: set[Hashable] = set()
         blocks = (
@@ -186,12 +180,12 @@ def _across(source: Instance, target: Instance) -> Plates:
     return frozenset(plate for plate, i in source.indices if place.get(plate, i) != i)
 
 
-def _note(found: dict[Dependency, Plates], target: Instance, sources: Iterable[Instance]) -> None:
+def _note(found: dict[Edge, Plates], target: Instance, sources: Iterable[Instance]) -> None:
     for source in sources:
         pair = source.site, target.site
         found[pair] = found.get(pair, NO_PLATES) | _across(source, target)
 
 
-def _described(pair: Dependency, plates: Plates) -> str:
+def _described(pair: Edge, plates: Plates) -> str:
     across = f" across {' and '.join(sorted(map(label, plates)))}" if plates else ""
     return " -> ".join(map(label, pair)) + across

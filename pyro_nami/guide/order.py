@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.finder import COMPILED, Finder
 from pyro_nami.deriving.refutation import OPEN, Refutation
+from pyro_nami.deriving.relations import Relations
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversion_methods import DIRECTIONS, INVERSIONS, nami
 from pyro_nami.graph.network import BayesNet
@@ -208,9 +209,7 @@ def _finder(first: FirstCall, cut: Mapping[str, str], skipped: Mapping[str, str]
             is_given=not options.simulated,
             is_weighted=options.is_weighted,
         ),
-        net=first.net,
-        nodes=first.nodes,
-        frames=first.frames,
+        relations=Relations(first.net, first.nodes, first.frames),
         subsampled=first.plates.partial,
         unread=first.unread,
         excluded={**_excluded(first), **skipped},
