@@ -22,7 +22,6 @@ from pyro_nami.deriving.expansion import (
     solved,
 )
 from pyro_nami.deriving.loop_states import (
-    PROBED_AT,
     Banded,
     LoopStates,
     Quadratic,
@@ -157,7 +156,7 @@ class StatesAboutMode(LoopStates):
     def flaw_nearby(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
         """Returns how data, or states, differ from their expansions near the mode; "" if they do not."""
         flaw = self.differs(sites, run, (NEARBY,), share=NEARBY)
-        return flaw or self.differs(sites, run, PROBED_AT, [self.first])
+        return flaw or self.differs(sites, run, self.probed_at, [self.first])
 
     def several_modes(
         self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]
@@ -364,7 +363,7 @@ class NonlinearStates(StatesAboutMode):
     has_linear_prior = False
 
     def flaw_nearby(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
-        if not self.differs(sites, run, PROBED_AT, [self.first]):
+        if not self.differs(sites, run, self.probed_at, [self.first]):
             return "states are linear in those before"
         mean, deviations = self.mean().detach(), self.deviations().detach()
         offset = NEARBY * deviations * irregular(deviations.shape, deviations, 1)

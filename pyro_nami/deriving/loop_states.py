@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyro_nami.deriving.block_tridiagonal import solved_blocks
+from pyro_nami.deriving.block_tridiagonal import inverse_of_blocks, root_of_blocks, solved_blocks
 from pyro_nami.deriving.expansion import (
     ROUNDING,
     TOLERANCE,
@@ -30,6 +30,7 @@ from pyro_nami.deriving.expansion import (
     solved,
     squeezed,
 )
+from pyro_nami.deriving.gaussian_levels import times
 from pyro_nami.deriving.joint_gaussian import MOST_CLOSER
 from pyro_nami.deriving.newton import rounding_of_rows
 from pyro_nami.factors.markov_normal import MarkovNormal
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
 
 __all__ = [
-    "PROBED_AT",
     "Banded",
     "LoopStates",
     "Quadratic",
@@ -51,26 +51,34 @@ __all__ = [
     "vector",
 ]
 
-# Where the log density is compared with its expansion, in deviations of the states; far, to see slow bends as well.
-PROBED_AT = (1.0, -3.0, 300.0)
-
-
 _NOT_QUADRATIC = (
     "the log density of '{}' is not quadratic: it is off by {:.2g} nats {:g} deviations away"
 )
 
 
 class Banded(NamedTuple):
-    """A symmetric block-tridiagonal matrix: blocks (t, t), ``(*batch, n, m, m)``, and (t + 1, t)."""
+    """A matrix of blocks (t, t), ``(*batch, n, m, m)``, and (t + 1, t): block-bidiagonal, or symmetric tridiagonal."""
 
     diagonal: Tensor
     lower: Tensor
 
     def times(self, x: Tensor) -> Tensor:
-        """Returns its product with blocks ``(*batch, n, m)``."""
-        below = _times(self.lower, x[..., :-1, :])
-        above = _times(self.lower.mT, x[..., 1:, :])
-        return _times(self.diagonal, x) + pad(below, (0, 0, 1, 0)) + pad(above, (0, 0, 0, 1))
+        """Returns the product of the bidiagonal matrix with blocks ``(*batch, n, m)``."""
+        below = times(self.lower, x[..., :-1, :])
+        return times(self.diagonal, x) + pad(below, (0, 0, 1, 0))
+
+    def transposed_times(self, x: Tensor) -> Tensor:
+        """Returns the product of the transposed bidiagonal matrix with blocks."""
+        above = times(self.lower.mT, x[..., 1:, :])
+        return times(self.diagonal.mT, x) + pad(above, (0, 0, 0, 1))
+
+    def symmetric_times(self, x: Tensor) -> Tensor:
+        """Returns the product of the symmetric matrix with blocks."""
+        return self.times(x) + self.transposed_times(x) - times(self.diagonal, x)
+
+    def detached(self) -> Banded:
+        """Returns the same matrix without gradients."""
+        return Banded(self.diagonal.detach(), self.lower.detach())
 
 
 class Quadratic(NamedTuple):
@@ -100,24 +108,18 @@ class Quadratic(NamedTuple):
         return Banded(prior.diagonal + self.curvature.diagonal, prior.lower + self.curvature.lower)
 
     def detached(self) -> Quadratic:
-        """Returns the same without gradients."""
-        curvature, whitened = (
-            Banded(*(each.detach() for each in two)) for two in (self.curvature, self.whitened)
-        )
+        """Returns the same expansion without gradients."""
+        curvature, whitened = self.curvature.detached(), self.whitened.detached()
         return Quadratic(self.slope.detach(), curvature, whitened, self.error.detach())
 
     def gains_of_prior(self, moved: Tensor) -> list[Tensor]:
         """Returns what each state's log density gains by a move of all, to first and to second order."""
-        own, before = self.whitened
-        back = pad(_times(before, moved[..., :-1, :]), (0, 0, 1, 0))
-        change = _times(own, moved) + back
+        change = self.whitened.times(moved)
         return [-self.error * change, -change.square() / 2]
 
     def whole_slope(self) -> Tensor:
         """Returns the slope of the joint log density."""
-        own, before = self.whitened
-        back = _times(before.mT, self.error[..., 1:, :])
-        return self.slope - _times(own.mT, self.error) - pad(back, (0, 0, 0, 1))
+        return self.slope - self.whitened.transposed_times(self.error)
 
 
 class _Linear(NamedTuple):
@@ -132,9 +134,8 @@ class _Linear(NamedTuple):
         if self.loc.shape != normal.loc.shape or self.at.shape != value.shape:
             return None
         moved = blocks((value - self.at).detach().double(), self.slopes.diagonal.shape[-1])
-        told = _times(self.slopes.diagonal, moved)
-        told = told + pad(_times(self.slopes.lower, moved[..., :-1, :]), (0, 0, 1, 0))
-        off = (normal.loc.detach() - self.loc).double() - vector(told, value)
+        expected = vector(self.slopes.times(moved), value)
+        off = (normal.loc.detach() - self.loc).double() - expected
         rounding = ROUNDING * torch.finfo(value.dtype).eps * (value.abs() + self.at.abs()).max()
         return self.slopes if bool((off.abs() <= rounding).all()) else None
 
@@ -152,6 +153,8 @@ class LoopStates(Expansion):
         unsolved: what is said of states for which this has no solution.
     """
 
+    # the deviations of the states at which densities are compared; far ones show slow bends
+    probed_at = (1.0, -3.0, 300.0)
     unfound = False
     unsolved = "the log density of the data is not quadratic in the states: it is curved upwards"
 
@@ -192,8 +195,7 @@ class LoopStates(Expansion):
             along = None if graph or self._linear is None else self._linear.slopes_at(value, normal)
             if along is None:
                 along = banded_derivatives(normal.loc, value, (1, self._back), width, graph)
-                slopes = Banded(*(each.detach() for each in along))
-                self._linear = _Linear(value.detach(), normal.loc.detach(), slopes)
+                self._linear = _Linear(value.detach(), normal.loc.detach(), along.detached())
             scale = normal.scale.expand(value.shape).double()
             error = (value - normal.loc).expand(value.shape).double() / scale
             found = quadratic_of(slope.double(), curvature, along, error, scale, width)
@@ -253,7 +255,7 @@ class LoopStates(Expansion):
 
     def refuted(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
         """Returns why an expansion that is solved does not hold elsewhere; "" if it does."""
-        return self.differs(sites, run, PROBED_AT)
+        return self.differs(sites, run, self.probed_at)
 
     def differs(
         self,
@@ -352,7 +354,7 @@ class LoopStates(Expansion):
     ) -> list[Tensor]:
         """Returns what data gain by a move of the states, to first and to second order: by row, or all together."""
         slope = slope.detach().double()
-        fall = Banded(*(each.detach() for each in curvature)).times(blocks(moved, self._width))
+        fall = curvature.detached().symmetric_times(blocks(moved, self._width))
         gains = [slope * moved, -moved * vector(fall, moved) / 2]
         return [gain.sum() if reads is None else gain[..., reads] for gain in gains]
 
@@ -364,15 +366,9 @@ class LoopStates(Expansion):
         diagonal, lower = self.inverse.diagonal, self.inverse.lower
         size, like = self.values[name].shape[-1], self.values[name].dtype
         with derivatives():
-            if self._width == 1:
-                along = lower / diagonal[..., :-1, :, :]
-            else:
-                root = torch.linalg.cholesky_ex(diagonal[..., :-1, :, :])[0]
-                along = torch.cholesky_solve(lower.mT, root).mT
-            rest = diagonal[..., 1:, :, :] - along @ lower.mT
-            whole = torch.cat((diagonal[..., :1, :, :], rest), -3)
-            root = whole.sqrt() if self._width == 1 else torch.linalg.cholesky_ex(whole)[0]
-            along = pad(along, (0, 0, 0, 0, 1, 0))
+            along = pad(lower @ inverse_of_blocks(diagonal[..., :-1, :, :]), (0, 0, 0, 0, 1, 0))
+            explained = along[..., 1:, :, :] @ lower.mT
+            root = root_of_blocks(diagonal - pad(explained, (0, 0, 0, 0, 1, 0)))
         return MarkovNormal(
             squeezed(self.mean_blocks.to(like), dims, 2),
             squeezed(along.to(like), dims, 3),
@@ -476,7 +472,3 @@ def banded_derivatives(
         return torch.where(known, flat[..., index], 0.0)
 
     return Banded(entries(place, place), entries(place[1:], place[:-1]))
-
-
-def _times(matrix: Tensor, x: Tensor) -> Tensor:
-    return (matrix @ x.unsqueeze(-1)).squeeze(-1)
