@@ -12,7 +12,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from pyro_nami.deriving.expansion import (
     ROUNDING,
     TOLERANCE,
     Expansion,
+    Run,
     derivatives,
     irregular,
     parameters_of,
@@ -37,6 +38,7 @@ from pyro_nami.factors.markov_normal import MarkovNormal
 from pyro_nami.factors.wrappers import base_of
 from pyro_nami.program.many_draws import ROUNDED_TERMS
 from pyro_nami.program.masks import rounding_of
+from pyro_nami.program.runner import Message, Sites, Values
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
@@ -122,24 +124,6 @@ class Quadratic(NamedTuple):
         return self.slope - self.whitened.transposed_times(self.error)
 
 
-class _Linear(NamedTuple):
-    """The locations of the priors at some values, and their slopes there, which may hold elsewhere."""
-
-    at: Tensor
-    loc: Tensor
-    slopes: Banded
-
-    def slopes_at(self, value: Tensor, normal: Any) -> Banded | None:
-        """Returns the slopes, if locations at other values are as they say; else None."""
-        if self.loc.shape != normal.loc.shape or self.at.shape != value.shape:
-            return None
-        moved = blocks((value - self.at).detach().double(), self.slopes.diagonal.shape[-1])
-        expected = vector(self.slopes.times(moved), value)
-        off = (normal.loc.detach() - self.loc).double() - expected
-        rounding = ROUNDING * torch.finfo(value.dtype).eps * (value.abs() + self.at.abs()).max()
-        return self.slopes if bool((off.abs() <= rounding).all()) else None
-
-
 class LoopStates(Expansion):
     """The joint conditional of the states of a loop given all else, where it is Normal.
 
@@ -158,15 +142,12 @@ class LoopStates(Expansion):
     unfound = False
     unsolved = "the log density of the data is not quadratic in the states: it is curved upwards"
 
-    def __init__(
-        self, group: Any, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, group: Any, *args: Any, at: Values | None = None, **kwargs: Any) -> None:
         super().__init__(group, *args, **kwargs)
         self._args, self._kwargs = (group, *args), kwargs
         self._at = dict(at or {})
         self._width, self._back, self._span = group.band
         self.runs = 1
-        self._linear: _Linear | None = None
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         at = self._at.get(name, prior.mean)
@@ -177,10 +158,10 @@ class LoopStates(Expansion):
     def moved(self, value: Tensor) -> Self:
         """Returns the expansion about other values of the states."""
         other = type(self)(*self._args, **self._kwargs, at={self.first: value})
-        other.runs, other.xi, other._linear = self.runs + 1, self.xi, self._linear
+        other.runs, other.xi = self.runs + 1, self.xi
         return other
 
-    def quadratic(self, sites: Mapping[str, Any], graph: bool) -> Quadratic:
+    def quadratic(self, sites: Sites, graph: bool) -> Quadratic:
         """Returns the expansion about the values of a run; graph: of which gradients may be taken."""
         value, normal = self.values[self.first], base_of(sites[self.first]["fn"])
         if normal.loc.shape[-1] != value.shape[-1]:
@@ -192,17 +173,14 @@ class LoopStates(Expansion):
         slope, curvature = self.of_data(sites, graph=graph)
         width = self._width
         with derivatives():
-            along = None if graph or self._linear is None else self._linear.slopes_at(value, normal)
-            if along is None:
-                along = banded_derivatives(normal.loc, value, (1, self._back), width, graph)
-                self._linear = _Linear(value.detach(), normal.loc.detach(), along.detached())
+            along = banded_derivatives(normal.loc, value, (1, self._back), width, graph)
             scale = normal.scale.expand(value.shape).double()
             error = (value - normal.loc).expand(value.shape).double() / scale
             found = quadratic_of(slope.double(), curvature, along, error, scale, width)
         return found if graph else found.detached()
 
     def of_data(
-        self, sites: Mapping[str, Any], names: Sequence[str] = (), *, graph: bool = False
+        self, sites: Sites, names: Sequence[str] = (), *, graph: bool = False
     ) -> tuple[Tensor, Banded]:
         """Returns the slope of the log density of children, by default of all, and minus its second derivatives."""
         slope = self.take(sites, again=True, parts=names)[self.first]
@@ -212,7 +190,7 @@ class LoopStates(Expansion):
             second = banded_derivatives(slope, value, ends, self._width, graph)
             return slope, Banded(-0.5 * (second.diagonal + second.diagonal.mT), -second.lower)
 
-    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+    def solve(self, sites: Sites) -> Expansion | None:
         value = self.values[self.first]
         way = self.step(self.quadratic(sites, self.moves(sites)))
         farthest = TOLERANCE / (ROUNDING * torch.finfo(value.dtype).eps)
@@ -222,7 +200,7 @@ class LoopStates(Expansion):
             return self.moved((value + way).detach().to(value))
         return None
 
-    def moves(self, sites: Mapping[str, Any]) -> bool:
+    def moves(self, sites: Sites) -> bool:
         """Whether there are gradients to anything but the states: to what was drawn before, or the model's weights."""
         if not self.differentiable:
             return False
@@ -240,7 +218,7 @@ class LoopStates(Expansion):
 
     # ---- probing
 
-    def flaw(self, run: Callable[[Any], Mapping[str, Any]]) -> str:
+    def flaw(self, run: Run) -> str:
         """Returns why the states of a loop are not as this takes them; "" if they are.
 
         Args:
@@ -253,14 +231,14 @@ class LoopStates(Expansion):
         flaw: str = here.refuted(sites, run)
         return flaw
 
-    def refuted(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
+    def refuted(self, sites: Sites, run: Run) -> str:
         """Returns why an expansion that is solved does not hold elsewhere; "" if it does."""
         return self.differs(sites, run, self.probed_at)
 
     def differs(
         self,
-        sites: Mapping[str, Any],
-        run: Callable[[Any], Mapping[str, Any]],
+        sites: Sites,
+        run: Run,
         places: Sequence[float],
         names: Collection[str] | None = None,
         share: float = TOLERANCE,
@@ -316,7 +294,7 @@ class LoopStates(Expansion):
         other.count = count
         return other
 
-    def rows(self, sites: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    def rows(self, sites: Sites) -> dict[str, tuple[Tensor, Tensor]]:
         """Returns the log densities in nats of each row of data, and of each state given those before it.
 
         Behind each is how far rounding may take it.
@@ -331,7 +309,7 @@ class LoopStates(Expansion):
             found[name] = each.double(), rounding
         return found
 
-    def row_densities(self, sites: Mapping[str, Any]) -> dict[str, tuple[Any, Tensor]]:
+    def row_densities(self, sites: Sites) -> dict[str, tuple[Any, Tensor]]:
         """Returns the site, and the log density in nats, of each row of data, and of each state given those before."""
         found = {}
         for name in (*filter(sites.__contains__, self.group.children), self.first):
@@ -341,7 +319,7 @@ class LoopStates(Expansion):
             found[name] = site, self.weighted(site["fn"].log_prob(site["value"]), sites, name)
         return found
 
-    def reads(self, site: Mapping[str, Any]) -> Sequence[int] | slice | None:
+    def reads(self, site: Message) -> Sequence[int] | slice | None:
         """Returns which elements of the states rows read, one each; None where they read several, or share one."""
         if site["name"] == self.first:
             return slice(None)
@@ -360,9 +338,7 @@ class LoopStates(Expansion):
 
     # ---- what was found
 
-    def conditional(
-        self, name: str, values: Mapping[str, Tensor], dims: int | None = None
-    ) -> MarkovNormal:
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> MarkovNormal:
         diagonal, lower = self.inverse.diagonal, self.inverse.lower
         size, like = self.values[name].shape[-1], self.values[name].dtype
         with derivatives():
@@ -388,12 +364,10 @@ class LoopStates(Expansion):
     def begin_next(self) -> dict[str, Tensor]:
         """Returns where another search begins: at the first of a batch that was found, in all plates."""
         value = self.mean().detach().to(self.values[self.first])
-        batch = value.dim() - 1 - self.nesting
-        if batch <= 0:
-            return {self.first: value} if bool(value.isfinite().all()) else {}
-        rows = value.flatten(0, batch - 1)
-        finite = rows.flatten(1).isfinite().all(1)
-        return {self.first: rows[int(finite.double().argmax())]} if bool(finite.any()) else {}
+        batch = max(0, value.dim() - 1 - self.nesting)
+        rows = value.reshape(-1, *value.shape[batch:])
+        found = rows.flatten(1).isfinite().all(1).nonzero()
+        return {self.first: rows[found[0, 0]]} if len(found) else {}
 
 
 def quadratic_of(

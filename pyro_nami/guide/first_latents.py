@@ -15,7 +15,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.collapsed import Collapsed, LatentVector
+from pyro_nami.deriving.collapsed import Collapsed
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
     MAX_ERROR,
@@ -26,6 +26,7 @@ from pyro_nami.deriving.expansion import (
 )
 from pyro_nami.deriving.grid_search import Box
 from pyro_nami.deriving.grids import MOST_ON_GRID, SIZE, points_of
+from pyro_nami.deriving.latent_vector import LatentVector
 from pyro_nami.deriving.marginal_quadrature import Marginal
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.factors.wrappers import innermost
@@ -355,6 +356,8 @@ class _Joint:
             "weighs": all(group.is_exact for group in others),
             "at_once": rows_in_memory(self.rows()),
         }
+        if iterates:
+            options["searches"] = 4  # as each run takes long; four find four of sixteen modes
         return Collapsed(group, coordinates, starts, unit, self.log_density, **options)
 
     def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
