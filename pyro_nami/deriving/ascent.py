@@ -75,7 +75,6 @@ def ascend(
     eps: float,
     *,
     enough: float = 1e-2,
-    patience: int = 2,
 ) -> Ascent:
     """Returns where quasi-Newton steps (BFGS) lead that rise from some starts.
 
@@ -86,7 +85,6 @@ def ascend(
         eps: the rounding error of the model's numbers.
         enough: nats that a further step may still gain at the end, from where Newton steps (`polish`) take fewer runs;
             at 0.03 mixtures about modes have larger weights.
-        patience: how many times as many runs as the highest search has taken the others may take.
 
     References:
         Nocedal and Wright 2006, Numerical Optimization, chapter 6.
@@ -100,17 +98,13 @@ def ascend(
     way = times(at.inverse, at.slope)
     length = (LONGEST / (way / unit).norm(dim=-1)).clamp(max=1.0)
     is_first = torch.ones_like(at.height, dtype=torch.bool)
-    most, i = MOST_RUNS, 0
-    while i < most:
-        way, rise, i = times(at.inverse, at.slope), 2 * at.gain, i + 1
+    for _ in range(MOST_RUNS):
+        way, rise = times(at.inverse, at.slope), 2 * at.gain
         # a step that rounding leaves nothing of leads nowhere
         long = length > torch.finfo(length.dtype).eps
         going = at.height.isfinite() & (at.gain > enough) & long
         if not bool(going.any()):
             break
-        ended = at.height.where(~going & at.height.isfinite(), -torch.inf).amax(0)
-        if bool((ended == at.height.amax(0)).all()):
-            most = min(most, patience * i)
         length = length.where(going, 0.0)
         step, expected = length[..., None] * way, length * rise
         moved = going.reshape(len(going), -1).any(-1)
