@@ -27,18 +27,12 @@ __all__ = [
 
 Slopes = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-# Nats that a further step would gain, from where Newton steps take fewer runs; at 0.03 mixtures about modes have larger
-# weights.
-NEAR = 1e-2
 # Nats that a further step would gain at a mode, which is off by 0.008 deviations then.
 ENOUGH = TOLERANCE * MAX_ERROR
-PATIENCE = 2  # how many times as many evaluations others may take as the highest search
-ARMIJO = 1e-4  # share of the expected gain that a step has to have (Nocedal and Wright 2006, 3.1)
-LONGEST = 3.0  # units, or deviations, of a first step at most
-SHARES = 1.0, 0.3, 0.1, 0.03  # of a Newton step, tried until one rises
-ASIDE = 0.3  # deviations to both sides, between which slopes are compared; at a tenth of it rounding shows
-DECADES = 2  # by which a way's length may be off, to both sides
-MOST_POLISHED = 8  # Newton steps
+# Length of a first step, in units of the start or deviations, at most; longer ones end where models overflow.
+LONGEST = 3.0
+# Shares of a Newton step, tried until one rises.
+SHARES = (1.0, 0.3, 0.1, 0.03)
 
 
 class Ascent(NamedTuple):
@@ -74,7 +68,14 @@ class Ascent(NamedTuple):
         return Ascent(*(each[index] for each in self))
 
 
-def ascend(slopes: Slopes, start: Tensor, unit: Tensor, eps: float) -> Ascent:
+def ascend(
+    slopes: Slopes,
+    start: Tensor,
+    unit: Tensor,
+    eps: float,
+    *,
+    enough: float = 1e-2,
+) -> Ascent:
     """Returns where quasi-Newton steps (BFGS) lead that rise from some starts.
 
     Args:
@@ -82,38 +83,36 @@ def ascend(slopes: Slopes, start: Tensor, unit: Tensor, eps: float) -> Ascent:
         start: ``(*lead, numbers)``.
         unit: the order of a number's first step, ``(numbers,)``.
         eps: the rounding error of the model's numbers.
+        enough: nats that a further step may still gain at the end, from where Newton steps (`polish`) take fewer runs;
+            at 0.03 mixtures about modes have larger weights.
 
     References:
         Nocedal and Wright 2006, Numerical Optimization, chapter 6.
 
     Example:
         >>> slopes = lambda x: (-(x - 3).square().sum(-1) / 2, 3 - x)
-        >>> ascend(slopes, torch.zeros(2, 2), torch.ones(2), 1e-7).place
-        tensor([[3., 3.],
-                [3., 3.]])
+        >>> ascend(slopes, torch.zeros(1, 2), torch.ones(2), 1e-7).place
+        tensor([[3., 3.]])
     """
     at = Ascent(start, *slopes(start), unit.square().diag_embed().expand(*start.shape, -1))
     way = times(at.inverse, at.slope)
     length = (LONGEST / (way / unit).norm(dim=-1)).clamp(max=1.0)
     is_first = torch.ones_like(at.height, dtype=torch.bool)
-    most, i = MOST_RUNS, 0
-    while i < most:
-        way, rise, i = times(at.inverse, at.slope), 2 * at.gain, i + 1
+    for _ in range(MOST_RUNS):
+        way, rise = times(at.inverse, at.slope), 2 * at.gain
         # a step that rounding leaves nothing of leads nowhere
         long = length > torch.finfo(length.dtype).eps
-        going = at.height.isfinite() & (at.gain > NEAR) & long
+        going = at.height.isfinite() & (at.gain > enough) & long
         if not bool(going.any()):
             break
-        ended = at.height.where(~going & at.height.isfinite(), -torch.inf).amax(0)
-        if bool((ended == at.height.amax(0)).all()):
-            most = min(most, PATIENCE * i)
         length = length.where(going, 0.0)
         step, expected = length[..., None] * way, length * rise
         moved = going.reshape(len(going), -1).any(-1)
         now, below = at.height.clone(), at.slope.clone()
         now[moved], below[moved] = slopes((at.place + step)[moved])
         rounding = ROUNDING * eps * at.height.abs().nan_to_num()
-        is_higher = going & (now >= at.height + ARMIJO * expected - rounding)
+        # Armijo's condition (Nocedal and Wright 2006, 3.1)
+        is_higher = going & (now >= at.height + 1e-4 * expected - rounding)
         # the maximum of the parabola through both heights with the slope at the first
         cut = expected / (2 * (at.height + expected - now).clamp(min=1e-300))
         shorter = length * cut.nan_to_num(0.1).clamp(0.1, 0.5)
@@ -142,32 +141,35 @@ def _updated(inverse: Tensor, step: Tensor, bend: Tensor, is_first: Tensor) -> T
     return torch.where(curved[..., None, None], changed, inverse)
 
 
-def curvature_at(slopes: Slopes, place: Tensor, root: Tensor) -> Tensor:
+def curvature_at(slopes: Slopes, place: Tensor, root: Tensor, *, aside: float = 0.3) -> Tensor:
     """Returns the negative Hessian by differences of slopes, in units of a root's columns.
 
     Args:
         slopes: as for `ascend`.
         place: one point for each data set, ``(*batch, numbers)``.
         root: ``(*batch, numbers, numbers)``; its columns are the ways to go.
+        aside: how far to go, in columns; at a tenth of it rounding errors show.
     """
-    ways = ASIDE * root.mT.movedim(-2, 0)
+    ways = aside * root.mT.movedim(-2, 0)
     points = torch.cat([place + ways, place - ways])
     _, found = slopes(points)
     ahead, behind = found.chunk(2)
-    change = (behind - ahead).movedim(0, -2) / (2 * ASIDE)
+    change = (behind - ahead).movedim(0, -2) / (2 * aside)
     curvature = change @ root
     return (curvature + curvature.mT) / 2
 
 
 def measured(heights: Callable[[Tensor], Tensor], found: Ascent) -> Ascent:
-    """Returns a search's result with ways of the length of a deviation, told by how far the log density falls there.
+    """Returns the end of a search with the columns of its root scaled to deviations: there the density falls by 1/2.
+
+    Lengths from a hundredth to a hundred times the estimate are tried.
 
     Args:
         heights: from points ``(points, *batch, numbers)`` to log densities in nats.
         found: of one search for each data set.
     """
     root = root_of(found.inverse)
-    lengths = torch.logspace(-DECADES, DECADES, 4 * DECADES + 1).to(root)
+    lengths = torch.logspace(-2, 2, 9).to(root)
     ways = root.mT.movedim(-2, 0)
     steps = torch.tensordot(lengths, ways, 0).flatten(0, 1)
     table = heights(torch.cat([found.place + steps, found.place - steps]))
@@ -180,15 +182,16 @@ def measured(heights: Callable[[Tensor], Tensor], found: Ascent) -> Ascent:
     return found._replace(inverse=root @ root.mT)
 
 
-def polish(slopes: Slopes, found: Ascent) -> tuple[Ascent, Tensor]:
+def polish(slopes: Slopes, found: Ascent, *, steps: int = 8) -> tuple[Ascent, Tensor]:
     """Returns a mode after Newton steps, and the eigenvalues of the curvature in units of the last estimate.
 
     Args:
         slopes: as for `ascend`.
         found: of one search for each data set.
+        steps: number of Newton steps, at most; each doubles the digits that are right.
     """
     values = torch.ones_like(found.place)
-    for _ in range(MOST_POLISHED):
+    for _ in range(steps):
         root = root_of(found.inverse)
         curvature = curvature_at(slopes, found.place, root)
         if not bool(curvature.isfinite().all()):

@@ -1,8 +1,8 @@
 """Systems with a symmetric, positive definite, block-tridiagonal matrix, in a number of steps that grows as log n.
 
 Every second block is eliminated, all of them at once (cyclic reduction), until one is left. On the
-way back each block gets its part of the solution, and of the inverse those blocks that lie where
-the matrix has some.
+way back each block gets its part of the solution, and the blocks of the inverse that lie where the
+matrix has some.
 
 References:
     Golub and Van Loan 2013, Matrix Computations, section 4.5 (block cyclic reduction).
@@ -16,8 +16,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-__all__ = ["Solved", "solved_blocks"]
+from pyro_nami.deriving.gaussian_levels import times
+
+__all__ = ["Solved", "inverse_of_blocks", "root_of_blocks", "solved_blocks"]
 
 
 class Solved(NamedTuple):
@@ -35,7 +38,7 @@ class Solved(NamedTuple):
 
 
 def solved_blocks(diagonal: Tensor, lower: Tensor, right: Tensor) -> Solved:
-    """Solves a system of n blocks of m numbers; entries are no numbers where the matrix is not positive definite.
+    """Solves a system of n blocks of m numbers; entries are NaN where the matrix is not positive definite.
 
     Args:
         diagonal: blocks (t, t) of the matrix, ``(*batch, n, m, m)``.
@@ -49,81 +52,64 @@ def solved_blocks(diagonal: Tensor, lower: Tensor, right: Tensor) -> Solved:
     """
     n = diagonal.shape[-3]
     if n == 1:
-        inverse = _inverse(diagonal)
-        return Solved(_times(inverse, right), inverse, lower)
+        inverse = inverse_of_blocks(diagonal)
+        return Solved(times(inverse, right), inverse, lower)
     even, odd = slice(0, None, 2), slice(1, None, 2)
-    inverse = _inverse(diagonal[..., odd, :, :])
-    # blocks (odd, even before) and (even after, odd); the last odd block may have none after it
-    before, after = lower[..., even, :, :], lower[..., odd, :, :]
-    from_before = -inverse @ before
-    count = after.shape[-3]
-    from_after = -inverse[..., :count, :, :] @ after.mT
-    alone = _times(inverse, right[..., odd, :])
-    # what elimination adds to the even blocks before and after each odd block
-    left = _Sums(diagonal[..., even, :, :], right[..., even, :])
-    left.add(slice(0, inverse.shape[-3]), before.mT @ from_before, -_times(before.mT, alone))
-    left.add(slice(1, count + 1), after @ from_after, -_times(after, alone[..., :count, :]))
-    between = after @ from_before[..., :count, :, :]
-    rest = solved_blocks(left.matrix, between, left.vector)
-
-    x, cov = rest.x, rest.diagonal
-    m = inverse.shape[-3]
-    x_odd = alone + _times(from_before, x[..., :m, :])
-    x_odd = _added(x_odd, _times(from_after, x[..., 1 : count + 1, :]))
-    with_before = from_before @ cov[..., :m, :, :]
-    with_before = _added(with_before, from_after @ rest.lower[..., :count, :, :], 3)
-    with_after = (
-        from_before[..., :count, :, :] @ rest.lower[..., :count, :, :].mT
-        + from_after @ cov[..., 1 : count + 1, :, :]
+    # Blocks of zeros at the end, if n is even: then each odd block lies between two even ones.
+    added = 1 - n % 2
+    inverse = _padded(inverse_of_blocks(diagonal[..., even, :, :]), 0, added)
+    alone = times(inverse, pad(right[..., even, :], (0, 0, 0, added)))
+    lower = _padded(lower, 0, added)
+    # Each even block is moved by the odd ones before and after it; the first has none before, the last none after.
+    by_before = -inverse @ _padded(lower[..., odd, :, :], 1, 0)
+    by_after = -inverse @ _padded(lower[..., even, :, :].mT, 0, 1)
+    # Each odd block reads the even ones before and after it.
+    before, after = lower[..., even, :, :], lower[..., odd, :, :].mT
+    rest = solved_blocks(
+        diagonal[..., odd, :, :]
+        + before @ by_after[..., :-1, :, :]
+        + after @ by_before[..., 1:, :, :],
+        before[..., 1:, :, :] @ by_before[..., 1:-1, :, :],
+        right[..., odd, :] - times(before, alone[..., :-1, :]) - times(after, alone[..., 1:, :]),
     )
-    own = inverse + with_before @ from_before.mT
-    own = _added(own, with_after @ from_after.mT, 3)
+
+    x_before, x_after = pad(rest.x, (0, 0, 1, 0)), pad(rest.x, (0, 0, 0, 1))
+    x = alone + times(by_before, x_before) + times(by_after, x_after)
+    # covariances of each even block with the odd ones before and after it, and of both of these
+    own_before, own_after = _padded(rest.diagonal, 1, 0), _padded(rest.diagonal, 0, 1)
+    across = _padded(rest.lower, 1, 1)
+    with_before = by_before @ own_before + by_after @ across
+    with_after = by_before @ across.mT + by_after @ own_after
+    own = inverse + with_before @ by_before.mT + with_after @ by_after.mT
     return Solved(
-        _interleaved(x, x_odd, -2),
-        _interleaved(cov, own, -3),
-        _interleaved(with_before, with_after.mT, -3),
+        _interleaved(x, rest.x, -2)[..., :n, :],
+        _interleaved(own, rest.diagonal, -3)[..., :n, :, :],
+        _interleaved(with_after.mT, with_before[..., 1:, :, :], -3)[..., : n - 1, :, :],
     )
 
 
-class _Sums:
-    """Blocks of a matrix and a vector to which others are added, at a range of places."""
-
-    def __init__(self, matrix: Tensor, vector: Tensor) -> None:
-        self.matrix, self.vector = matrix, vector
-
-    def add(self, place: slice, matrix: Tensor, vector: Tensor) -> None:
-        count = self.matrix.shape[-3]
-        before, after = place.start, count - place.stop
-        pad = torch.nn.functional.pad
-        self.matrix = self.matrix + pad(matrix, (0, 0, 0, 0, before, after))
-        self.vector = self.vector + pad(vector, (0, 0, before, after))
+def root_of_blocks(matrix: Tensor) -> Tensor:
+    """Returns the Cholesky factors of blocks ``(*batch, m, m)``; NaN where one is not positive definite."""
+    if matrix.shape[-1] == 1:  # many times as fast
+        return torch.where(matrix > 0, matrix, torch.nan).sqrt()
+    root, failed = torch.linalg.cholesky_ex(matrix)
+    return torch.where((failed > 0)[..., None, None], torch.nan, root)
 
 
-def _added(total: Tensor, first: Tensor, dims: int = 2) -> Tensor:
-    """Returns blocks to the first of which others are added."""
-    missing = total.shape[-dims] - first.shape[-dims]
-    if not missing:
-        return total + first
-    return total + torch.nn.functional.pad(first, (0, 0) * (dims - 1) + (0, missing))
+def inverse_of_blocks(matrix: Tensor) -> Tensor:
+    """Returns the inverses of blocks ``(*batch, m, m)``; NaN where one is not positive definite."""
+    if matrix.shape[-1] == 1:
+        return torch.where(matrix > 0, matrix, torch.nan).reciprocal()
+    return torch.cholesky_inverse(root_of_blocks(matrix))
+
+
+def _padded(blocks: Tensor, before: int, after: int) -> Tensor:
+    """Returns blocks ``(*batch, n, m, m)`` with zeros before and after them."""
+    return pad(blocks, (0, 0, 0, 0, before, after))
 
 
 def _interleaved(even: Tensor, odd: Tensor, dim: int) -> Tensor:
-    """Returns blocks that lie in turn along a dim, the first of which is an even one."""
+    """Returns blocks that alternate along a dim; of even ones there is one more."""
     count = odd.shape[dim]
     pairs = torch.stack((even.narrow(dim, 0, count), odd), dim).flatten(dim - 1, dim)
-    rest = even.shape[dim] - count
-    return torch.cat((pairs, even.narrow(dim, count, rest)), dim) if rest else pairs
-
-
-def _inverse(matrix: Tensor) -> Tensor:
-    if matrix.shape[-1] == 1:
-        return torch.where(matrix > 0, matrix, torch.nan).reciprocal()
-    lower, failed = torch.linalg.cholesky_ex(matrix)
-    lower = torch.where((failed > 0)[..., None, None], torch.nan, lower)
-    return torch.cholesky_inverse(lower)
-
-
-def _times(matrix: Tensor, x: Tensor) -> Tensor:
-    if matrix.shape[-1] == 1:
-        return matrix[..., 0] * x
-    return (matrix @ x.unsqueeze(-1)).squeeze(-1)
+    return torch.cat((pairs, even.narrow(dim, count, 1)), dim)

@@ -22,15 +22,17 @@ from pyro_nami.deriving.expansion import (
     broadcast,
     irregular,
     squeezed,
-    without_gaps,
 )
 from pyro_nami.deriving.in_turn import InTurn, Order, bound_of, predictor_of
+from pyro_nami.deriving.probing import ProbedExpansion
 from pyro_nami.factors.wrappers import innermost
+from pyro_nami.program.masks import without_gaps
+from pyro_nami.program.runner import Message, Sites, Values
 
 __all__ = ["LinearBernoulli"]
 
 
-class LinearBernoulli(Expansion):
+class LinearBernoulli(ProbedExpansion):
     """The conditionals of binary latents whose children's log density is bounded by a linear function of them.
 
     Args:
@@ -70,7 +72,7 @@ class LinearBernoulli(Expansion):
             ).sigmoid()
         return mean.expand(shape)
 
-    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+    def solve(self, sites: Sites) -> Expansion | None:
         if self.group.bound == "bound":
             self.xi = {
                 name: self._tightest(sites[name]) for name in self.group.children if name in sites
@@ -94,7 +96,7 @@ class LinearBernoulli(Expansion):
             self._steps[name], self._at[name] = (step, gap), self.values[name].detach() + step * gap
         return self
 
-    def fit(self, sites: Mapping[str, Any]) -> None:
+    def fit(self, sites: Sites) -> None:
         slopes = self.take(sites, again=self.differentiable)
         for name, slope in slopes.items():
             shape = self.shapes[name]
@@ -103,13 +105,13 @@ class LinearBernoulli(Expansion):
             self.finite[name] = slope.isfinite()
             slope = slope.where(self.finite[name], 0.0).reshape(shape)
             self.prior_logits[name] = logits
-            self._slopes[name] = slope if self.differentiable else slope.detach()
+            self._slopes[name] = slope
 
     def _logits(self, name: str) -> Tensor:
         logits = self.prior_logits[name] + self._slopes[name]
         return logits if self.differentiable else logits.detach()
 
-    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> Any:
         return self.bernoulli(name, self._logits(name), dims)
 
     def probabilities(self, name: str) -> Tensor:
@@ -122,13 +124,13 @@ class LinearBernoulli(Expansion):
         logits = squeezed(logits, dims, event_dim)
         return dist.Bernoulli(logits=logits, validate_args=False).to_event(event_dim)
 
-    def _tightest(self, site: Mapping[str, Any]) -> Tensor:
+    def _tightest(self, site: Message) -> Tensor:
         """Returns where the bound of a child is tightest, given the means that the run was made at."""
         mean = predictor_of(site)
         mean = mean if self.differentiable else mean.detach()
         tightest = bound_of(site).tightest(without_gaps(site), mean, mean.square())
         return tightest.reshape(*tightest.shape[: mean.dim() - site["fn"].event_dim], -1)
 
-    def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+    def predict(self, values: Values) -> list[Tensor]:
         slopes = self._slopes.items()
         return [values[name].reshape(slope.shape) * slope.detach() for name, slope in slopes]

@@ -12,114 +12,45 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pyro_nami.deriving.ascent import Ascent, ascend, measured, polish, root_of
-from pyro_nami.deriving.bent_vector import BentVector, bent_along_lines, reweighted, unbent
-from pyro_nami.deriving.derived_group import ConjugateGroup
-from pyro_nami.deriving.expansion import trimmed
-from pyro_nami.deriving.gaussian_levels import times
-from pyro_nami.deriving.nearest_normal import nearest_normal, normal_points
-from pyro_nami.deriving.vector_mixture import (
-    LEAST_GAIN,
-    adapted_mixture,
-    modes_of,
-    shares_of,
+from pyro_nami.deriving.bent_vector import (
+    RUN_POINTS,
+    BentVector,
+    Heights,
+    bent_along_lines,
+    reweighted,
+    unbent,
 )
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import TOLERANCE
+from pyro_nami.deriving.latent_vector import LatentVector, UnconstrainedDensity
+from pyro_nami.deriving.mixture_in_turn import MixtureInTurn
+from pyro_nami.deriving.nearest_normal import LEAST_GAIN, nearest_normal, normal_points
+from pyro_nami.deriving.vector_mixture import adapted_mixture, modes_of, shares_of
 from pyro_nami.factors.joint_normal import JointNormal, MixedNormals
-from pyro_nami.factors.knots import KnotTransform
+from pyro_nami.messages import quoted
+from pyro_nami.program.runner import Values
 
-__all__ = ["OPEN", "Collapsed", "LatentVector"]
+__all__ = ["OPEN", "Collapsed"]
 
-MOST_MIXED = 12  # numbers of a mixture, whose parts are found by weights of nearby points
-MOST_MODES = 32  # further ones of a mixture; where there are more, it is told that some are missing
-MOST_WEIGHED = 30  # numbers for which weighted points tell moments; of more, few points have most of the weight
-# Searches for a mode; fewer where few draws are given, as runs take long there. Four find four of sixteen modes.
-STARTS, FEW_STARTS = 16, 4
-AT_ONCE = 256  # points of a run, as a model may make a matrix of its data at each
-MUCH = 0.5  # share of effective points below which a search for the nearest Normal pays
-FEWEST_PAIRS = 128  # of points for that
-# Weighted points of a round, of a guide whose draws are weighted. Of 4,000 draws of a capture model 3,077 are effective
-# with 256 of them, 3,092 with 1,024.
-FEW_POINTS = 256
-NARROW = (
-    0.1,
-    3e-3,
-)  # of the spread of priors, where it begins if there is no mode: Cauchy ones are wide
-LEAST = 0.05  # share below which points about a mode are no picture of the density
-TAIL = 1.0, 2.0, 4.0, 8.0  # deviations, between which a density falls if it has an end
-FALL = 0.5  # nats by which it does at least: a Cauchy variable's falls by 1.4 between the last
-FAR = 1e2, 1e3  # spreads of priors, at which it has fallen as well
+# Numbers of a vector, up to which parts of a mixture are found by weights of nearby points.
+MOST_MIXED = 12
+# Modes of a mixture beside the highest; of more, it is told that some are missing.
+MOST_MODES = 32
+# Numbers of a vector, up to which weighted points give its moments; of more, few points have most of the weight.
+MOST_WEIGHED = 30
+# Share of effective points below which a search for the nearest Normal pays.
+MUCH = 0.5
+# Share of effective points below which a vector about a mode is no picture of the density.
+LEAST = 0.05
+# Share of the spread of priors at which that search begins without a mode: one for each try, as Cauchy priors are wide.
+NARROW = (0.1, 3e-3)
 OPEN = "does not fall"  # in the flaw of a density that has no end
-FLAT = 1e-4  # curvature, in units of the estimate that a search leaves, below which a density does not fall
-
-
-class LatentVector(NamedTuple):
-    """The unconstrained coordinates of latents as one vector.
-
-    Attributes:
-        layouts: latent -> its map between values and unconstrained space.
-        plates: latent -> the sizes of the model's plate dims at its site.
-        like: a tensor of the latents' dtype and device.
-    """
-
-    layouts: Mapping[str, Any]
-    plates: Mapping[str, torch.Size]
-    like: Tensor
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many numbers each latent has."""
-        return [
-            self.plates[name].numel() * layout.num_elements for name, layout in self.layouts.items()
-        ]
-
-    def values(self, points: Tensor) -> dict[str, Tensor]:
-        """Returns the latents' values ``(*lead, *plates, *event)`` at points ``(*lead, numbers)``."""
-        parts = zip(self.layouts.items(), points.split(self.sizes, -1))
-        return {
-            name: layout.value(self._shown(name, part)).to(self.like)
-            for (name, layout), part in parts
-        }
-
-    def points(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the points ``(*lead, numbers)`` of values."""
-        return torch.cat([self.numbers(name, values[name]) for name in self.layouts], -1)
-
-    def numbers(self, name: str, value: Tensor) -> Tensor:
-        """Returns a latent's numbers ``(*lead, numbers)``."""
-        layout, plates = self.layouts[name], self.plates[name]
-        value = value.expand(torch.broadcast_shapes(value.shape, plates + layout.event_shape))
-        return layout.elements(value).flatten(-1 - len(plates)).double()
-
-    def log_abs_det(self, points: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the log determinant of d value / d point, ``(*lead)``."""
-        total = points.new_zeros(points.shape[:-1])
-        for (name, layout), part in zip(self.layouts.items(), points.split(self.sizes, -1)):
-            own = layout.log_abs_det(self._shown(name, part), values[name].double())
-            if own is not None:
-                own = own.expand(points.shape[:-1] + self.plates[name])
-                total = total + own.reshape(*points.shape[:-1], -1).sum(-1)
-        return total
-
-    def _shown(self, name: str, part: Tensor) -> Tensor:
-        return part.reshape(
-            part.shape[:-1] + self.plates[name] + (self.layouts[name].num_elements,)
-        )
-
-
-class _Conditional(NamedTuple):
-    """A member's conditional: lower (v - center - slope @ those before) is bent standard Normal variables."""
-
-    center: Tensor  # (*batch, numbers)
-    slope: Tensor  # (*batch, numbers, numbers before)
-    lower: Tensor  # (*batch, numbers, numbers), lower triangular
-    bend: KnotTransform
-    before: tuple[str, ...]  # members that are drawn earlier
 
 
 class Collapsed:
@@ -132,12 +63,13 @@ class Collapsed:
         unit: the order of the prior's spread, ``(numbers,)``.
         log_density: function from values of the members, ``(points, *batch, *plates, *event)`` each, to the log density
             of values and data in nats, ``(points, *batch)``, differentiable in the values.
-        is_proper: whether all priors are, so that there is a posterior.
-        weighs: whether weighted points are to tell mean and covariance; lines through the mode do otherwise.
+        is_proper: whether all priors are proper, so that there is a posterior.
+        weighs: whether mean and covariance are estimated from weighted points; otherwise from lines through the mode.
         at_once: points of a run, at most.
+        searches: the number of searches for a mode.
 
     Attributes:
-        finite: nothing, as `Expansion.finite` of what is always a number.
+        finite: empty, as all values are numbers; see `Expansion.finite`.
         effective: the share of weighted points that are effective; 1 where none were weighted.
         flaw: why the density about the mode is no picture of the posterior; empty if it is one.
 
@@ -151,71 +83,40 @@ class Collapsed:
         coordinates: LatentVector,
         starts: Tensor,
         unit: Tensor,
-        log_density: Callable[[Mapping[str, Tensor]], Tensor],
+        log_density: Callable[[Values], Tensor],
         is_proper: bool = True,
         weighs: bool = True,
-        at_once: int = AT_ONCE,
+        at_once: int = RUN_POINTS,
+        searches: int = 16,
     ) -> None:
         self.group = group
         self.finite: dict[str, Tensor] = {}
         self.effective = 1.0
         self.flaw = ""
-        self._coordinates = coordinates
-        self._log_density = log_density
-        self._at_once = min(at_once, AT_ONCE)
+        self._density = UnconstrainedDensity(coordinates, log_density, min(at_once, RUN_POINTS))
+        self._heights = self._density.heights
         self._starts, self._unit = starts, unit
         self._further: list[BentVector] | None = None  # about other modes, once they are asked for
-        mode = self._mode(starts, unit, weighs)
+        near, mode = self._mode(searches, weighs)
         self._vector = bent_along_lines(self._heights, mode.place, root_of(mode.inverse))
-        is_open = not is_proper and self._has_open_tails()
-        if weighs and starts.shape[-1] > 1 and not is_open:
-            self._improve(mode, starts)
+        open_number = None if is_proper else _open_number(self._heights, self._vector, unit)
+        if open_number is not None and not self.flaw:
+            where = f"far out, along {self._member(open_number)}"
+            self.flaw = f"the log density of {quoted(group.members)} {OPEN} {where}"
+        if weighs and starts.shape[-1] > 1 and open_number is None:
+            self._improve(mode, root_of(near.inverse))
         self._take([self._vector], torch.zeros(1).to(self._vector.center))
-
-    # ---- the density
-
-    def _log_prob(self, points: Tensor) -> Tensor:
-        """Returns the log density at points in unconstrained space, ``(*lead)``."""
-        values = self._coordinates.values(points)
-        total = self._log_density(values).reshape(points.shape[:-1])
-        total = total + self._coordinates.log_abs_det(points, values)
-        return total.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
-
-    def _heights(self, points: Tensor) -> Tensor:
-        """Returns the log density at points ``(points, *batch, numbers)``."""
-
-        def run(points: Tensor) -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                return (self._log_prob(points),)
-
-        return torch.cat([_where_possible(run, part)[0] for part in points.split(self._at_once)])
-
-    def _slopes(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the log density at points, and its derivatives; both for `ascend`."""
-        parts = [_where_possible(self._risen, part) for part in points.split(self._at_once)]
-        height, slope = map(torch.cat, zip(*parts))
-        return height, slope
-
-    def _risen(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            points = points.detach().requires_grad_()
-            height = self._log_prob(points)
-            (slope,) = torch.autograd.grad(height.sum(), points)
-        finite = slope.isfinite().all(-1)
-        height = height.detach().where(finite, -torch.inf)
-        return height, slope.where(finite[..., None], 0.0)
 
     # ---- the mode
 
-    def _mode(self, starts: Tensor, unit: Tensor, weighs: bool) -> Ascent:
-        """Returns the highest mode, and the inverse curvature there."""
-        count = STARTS if len(starts) > STARTS else FEW_STARTS
+    def _mode(self, searches: int, weighs: bool) -> tuple[Ascent, Ascent]:
+        """Returns the end of the best search, and the mode that Newton steps lead to from there."""
+        starts, names = self._starts, quoted(self.group.members)
         heights = self._heights(starts)
         most = int((heights > -torch.inf).sum(0).amin().clamp(min=1))
-        best = heights.topk(min(count, most), 0).indices
+        best = heights.topk(min(searches, most), 0).indices
         chosen = starts.gather(0, best[..., None].expand(*best.shape, starts.shape[-1]))
         found = self._searched(chosen)
-        names = ", ".join(map(repr, self.group.members))
         if not bool(found.height.isfinite().any(0).all()):
             raise ValueError(
                 f"the log density of {names} is not finite at any of {len(starts)} starts"
@@ -223,92 +124,64 @@ class Collapsed:
         is_mode = (found.gain < LEAST_GAIN) & found.height.isfinite()
         best = found.height.where(is_mode | ~is_mode.any(0), -torch.inf).argmax(0)
         near = Ascent(*(_taken(each, best) for each in found))
-        self._modes = modes_of(self._heights, self._slopes, found)
+        self._modes = modes_of(self._heights, self._density.slopes, found)
         if weighs:  # a point far out, where others have modes, takes many runs
             near = measured(self._heights, near)
-        self._near = root_of(near.inverse)
-        mode, values = polish(self._slopes, near)
-        if bool((values <= FLAT).any()):
-            way = self._name_of(mode.inverse.diagonal(dim1=-2, dim2=-1).sqrt() / unit)
+        mode, curvatures = polish(self._density.slopes, near)
+        if bool((curvatures <= TOLERANCE).any()):
+            spread = mode.inverse.diagonal(dim1=-2, dim2=-1).sqrt() / self._unit
+            way = self._member(int(spread.reshape(-1, spread.shape[-1]).amax(0).argmax()))
             self.flaw = f"the log density of {names} {OPEN} to all sides of where it is highest, along {way}"
         elif bool((mode.gain > LEAST_GAIN).any()):
             self.flaw = f"no mode of the log density of {names} was found"
-        return mode
+        return near, mode
 
     @property
     def others(self) -> list[float]:
         """By how many nats there is less mass about each further mode that searches have found."""
         return self._modes.lower[1:]
 
-    def _name_of(self, share: Tensor) -> str:
-        """Returns the member with the largest of some numbers."""
-        return self._member(int(share.reshape(-1, share.shape[-1]).amax(0).argmax()))
-
     def _member(self, index: int) -> str:
-        """Returns the member that a number is of."""
-        sizes = torch.tensor(self._coordinates.sizes).cumsum(0)
+        """Returns the member that a number belongs to."""
+        sizes = torch.tensor(self._density.coordinates.sizes).cumsum(0)
         return repr(self.group.members[int((sizes <= index).sum())])
 
     # ---- beside the mode
 
-    def _improve(self, mode: Ascent, starts: Tensor) -> None:
+    def _improve(self, mode: Ascent, root: Tensor) -> None:
         """Takes the vector with the highest ELBO: that of weighted points, or the nearest Normal, bent or not.
 
-        The search for the nearest Normal begins at the mode; without one at the likeliest draw of the priors.
+        The search for the nearest Normal begins at the mode, with a root of the covariance; without a mode at the
+        likeliest draw of the priors.
         """
-        few = starts.shape[-1] <= MOST_WEIGHED
+        starts, numbers = self._starts, len(self._unit)
+        few = numbers <= MOST_WEIGHED
         if few and not self.flaw:
-            rough = (FEW_POINTS, MUCH) if self.group.is_weighted else ()
-            self._vector, self.effective = reweighted(self._heights, self._vector, *rough)
+            is_rough = self.group.is_weighted
+            self._vector, self.effective = self._reweighted(self._vector, is_rough)
             if self.effective > MUCH:
                 return
-        points = normal_points(max(FEWEST_PAIRS, starts.shape[-1]), starts.shape[-1])
-        place, roots = mode.place, [self._near]
-        if self.flaw:  # that is no mode
+        points = normal_points(max(RUN_POINTS // 2, numbers), numbers)
+        place, roots = mode.place, [root]
+        if self.flaw:  # as this is no mode
             place = _taken(starts, self._heights(starts).argmax(0))
             spread = (starts - starts.median(0).values).abs().median(0).values
             roots = [(narrow * spread).diag_embed() for narrow in NARROW]
         for root in roots:
-            *normal, is_found = nearest_normal(self._slopes, place, root, points)
+            *normal, is_found = nearest_normal(self._density.slopes, place, root, points)
             if is_found:
                 break
         if is_found:
             others = [unbent(*normal), bent_along_lines(self._heights, *normal)]
             if few:
-                others.append(reweighted(self._heights, others[-1])[0])
+                others.append(self._reweighted(others[-1])[0])
             candidates = others if self.flaw else [self._vector, *others]
             self._vector = max(candidates, key=lambda each: each.elbo(self._heights, points))
             self.flaw = ""
         elif not self.effective >= LEAST:
-            names = ", ".join(map(repr, self.group.members))
+            names = quoted(self.group.members)
             share = f"{self.effective:.1%} of points about the mode of {names} are effective"
             self.flaw = self.flaw or share
-
-    def _has_open_tails(self) -> bool:
-        """Notes a member along which the density does not fall far out, as that of an improper posterior."""
-        # (sides, ways, *batch, numbers)
-        ways = torch.stack([self._vector.root.mT, -self._vector.root.mT]).movedim(-2, 1)
-        tables = [
-            self._heights((self._vector.center + far * ways).flatten(0, 1)).unflatten(0, (2, -1))
-            for far in TAIL
-        ]
-        # Where values overflow, what is known ends before.
-        end = torch.zeros_like(tables[0], dtype=torch.bool)
-        for near, far in zip(tables, tables[1:]):
-            end = torch.where(far.isfinite(), near - far < FALL, end)
-        # A bump on the way out, as rounding leaves, has a deviation of its own.
-        axes = torch.diag_embed(self._unit).reshape(-1, *(1,) * (ways.dim() - 3), len(self._unit))
-        for far in FAR:
-            points = self._vector.center + far * torch.stack([axes, -axes])
-            heights = self._heights(points.flatten(0, 1)).unflatten(0, (2, -1))
-            end = end | (heights > self._heights(self._vector.center[None]) - FALL)
-        ways_of_it = end.any(0).flatten(1).any(-1) if end.dim() > 2 else end.any(0)
-        is_open = bool(ways_of_it.any())
-        if is_open and not self.flaw:
-            names = ", ".join(map(repr, self.group.members))
-            member = self._member(int(ways_of_it.nonzero()[0]))
-            self.flaw = f"the log density of {names} {OPEN} far out, along {member}"
-        return is_open
 
     # ---- conditionals
 
@@ -339,7 +212,8 @@ class Collapsed:
         All draws of the prior are searched from, where some modes are unseen as yet.
         """
         if self._modes.unseen > 0:
-            self._modes = modes_of(self._heights, self._slopes, self._searched(self._starts))
+            ends = self._searched(self._starts)
+            self._modes = modes_of(self._heights, self._density.slopes, ends)
         modes = self._modes.vectors
         own = [float(self._vector.log_prob(each.center).sum()) for each in modes]
         others = [each for each, near in zip(modes, own) if near < max(own)]
@@ -347,104 +221,72 @@ class Collapsed:
             return others
         for i, each in enumerate(others[:MOST_MODES]):
             bent = bent_along_lines(self._heights, each.center, each.root)
-            others[i], _ = reweighted(self._heights, bent, FEW_POINTS, MUCH)
+            others[i], _ = self._reweighted(bent, is_rough=True)
         return others
 
+    def _reweighted(self, vector: BentVector, is_rough: bool = False) -> tuple[BentVector, float]:
+        """Returns a vector with the moments of weighted points; a rough one is enough for draws that get weights."""
+        if is_rough:
+            return reweighted(self._heights, vector, count=RUN_POINTS, enough=MUCH)
+        return reweighted(self._heights, vector)
+
     def _searched(self, starts: Tensor) -> Ascent:
-        eps = torch.finfo(self._coordinates.like.dtype).eps
-        return ascend(self._slopes, starts, self._unit, eps)
+        eps = torch.finfo(self._density.coordinates.like.dtype).eps
+        return ascend(self._density.slopes, starts, self._unit, eps)
 
     def _take(self, vectors: Sequence[BentVector], log_shares: Tensor) -> None:
         """Takes a mixture of vectors, by shares ``(vectors,)``."""
         if log_shares.isnan().any():  # the density is finite at no point of a part
             vectors, log_shares = [self._vector], torch.zeros_like(log_shares[:1])
-        self._parts = [self._conditionals(vector) for vector in vectors]
-        self._log_shares = log_shares
+        self._mixture = MixtureInTurn(self._density.coordinates, vectors, log_shares)
 
     def conditional(
-        self, name: str, values: Mapping[str, Tensor], dims: int | None = None
+        self, name: str, values: Values, dims: int | None = None
     ) -> JointNormal | MixedNormals:
         """Returns a member's conditional in unconstrained space, as `Expansion.conditional` does."""
-        parts = [self._given(part[name], name, values, dims) for part in self._parts]
-        if len(parts) == 1:
-            return parts[0]
-        before = self._parts[0][name].before
-        likely = [
-            sum(self._log_q(part[other], other, values) for other in before) for part in self._parts
-        ]
-        log_shares = self._log_shares + torch.stack(list(map(torch.as_tensor, likely)), -1)
-        log_shares = log_shares.log_softmax(-1)
-        lead = None if dims is None else max(0, dims - len(self._coordinates.plates[name]))
-        shape = trimmed(log_shares.shape[:-1], lead)
-        return MixedNormals(log_shares.reshape(*shape, -1).to(self._coordinates.like), parts)
-
-    def _given(
-        self, own: _Conditional, name: str, values: Mapping[str, Tensor], dims: int | None
-    ) -> JointNormal:
-        """Returns a part's conditional of a member."""
-        coordinates = self._coordinates
-        center, plates = self._center(own, values), coordinates.plates[name]
-        lead = trimmed(center.shape[:-1], None if dims is None else max(0, dims - len(plates)))
-        if dims is not None and not lead:
-            plates = plates[max(0, len(plates) - dims) :]
-        held = plates + (coordinates.layouts[name].num_elements,)
-        center = center.reshape(lead + center.shape[-1:]).to(coordinates.like)
-        return JointNormal(center, own.lower, held, 0, bend=own.bend)
-
-    def _center(self, own: _Conditional, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns where a conditional is, given members before, ``(*lead, numbers)``."""
-        if not own.before:
-            return own.center
-        known = [self._coordinates.numbers(other, values[other]) for other in own.before]
-        lead = torch.broadcast_shapes(*(each.shape[:-1] for each in known))
-        off = torch.cat([each.expand(lead + each.shape[-1:]) for each in known], -1)
-        return own.center + times(own.slope, off)
-
-    def _log_q(self, own: _Conditional, name: str, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the log density of a member's value by a part's conditional, ``(*lead)``."""
-        off = self._coordinates.numbers(name, values[name]) - self._center(own, values)
-        normal, log_slope = own.bend.straighten(times(own.lower, off))
-        log_det = own.lower.diagonal(dim1=-2, dim2=-1).log()
-        return (-normal.square() / 2 - log_slope + log_det).sum(-1)
-
-    def _conditionals(self, vector: BentVector) -> dict[str, _Conditional]:
-        """Returns what the conditionals of all members are made of."""
-        lower, like = torch.linalg.inv(vector.root).tril(), self._coordinates.like
-        found, first = {}, 0
-        for i, (name, size) in enumerate(zip(self.group.members, self._coordinates.sizes)):
-            rows, before = slice(first, first + size), slice(0, first)
-            block, center = lower[..., rows, rows], vector.center[..., rows]
-            slope = -torch.linalg.solve_triangular(block, lower[..., rows, before], upper=False)
-            center = center - times(slope, vector.center[..., before])
-            bend = KnotTransform(vector.knots[..., rows, :, :].to(like))
-            others = self.group.members[:i]
-            found[name] = _Conditional(center, slope, block.to(like), bend, others)
-            first += size
-        return found
+        return self._mixture.conditional(name, values, dims)
 
     def draw(self, count: int, batch: torch.Size) -> tuple[dict[str, Tensor], Tensor]:
         """Returns draws of the members, ``(count, *batch, *event)``, and their log density, ``(count, *batch)``."""
-        normal = torch.randn((count, *self._vector.center.shape), dtype=torch.float64).to(
-            self._vector.center
-        )
+        center, coordinates = self._vector.center, self._density.coordinates
+        normal = torch.randn((count, *center.shape), dtype=torch.float64).to(center)
         points, log_q = self._vector.at(normal)
-        values = self._coordinates.values(points)
-        log_q = log_q - self._coordinates.log_abs_det(points, values)
+        values = coordinates.values(points)
+        log_q = log_q - coordinates.log_abs_det(points, values)
         return values, log_q.reshape(count, *batch)
 
 
-def _where_possible(run: Callable[[Tensor], Any], points: Tensor) -> Any:
-    """Returns the results of a run at points; where the model raises, log densities of -inf and slopes of zero.
+def _open_number(
+    heights: Heights, vector: BentVector, unit: Tensor, *, fall: float = 0.5
+) -> int | None:
+    """Returns the index of a number along which a density does not fall far out, as an improper posterior does not.
 
-    Models do at values far out, as where a matrix cannot be factorized, for all points at once.
+    Args:
+        heights: the log density, as for `bent_along_lines`.
+        vector: about the mode.
+        unit: the order of the prior's spread, ``(numbers,)``.
+        fall: nats by which the log density of a proper posterior falls at least between 1 and 2, 2 and 4, or 4 and 8
+            deviations; that of a Cauchy variable falls by 1.4 between the last two.
     """
-    try:
-        return run(points)
-    except (RuntimeError, ValueError, ArithmeticError):
-        if len(points) > 1:
-            halves = [_where_possible(run, half) for half in points.tensor_split(2)]
-            return tuple(map(torch.cat, zip(*halves)))
-        return torch.full_like(points[..., 0], -torch.inf), torch.zeros_like(points)
+
+    def both_sides(ways: Tensor) -> Tensor:
+        """Returns heights ``(sides, ways, *batch)`` at the ends of ways ``(ways, *batch, numbers)``."""
+        points = torch.cat([vector.center + ways, vector.center - ways])
+        return heights(points).unflatten(0, (2, -1))
+
+    columns = vector.root.mT.movedim(-2, 0)
+    tables = [both_sides(2.0**i * columns) for i in range(4)]
+    end = torch.zeros_like(tables[0], dtype=torch.bool)
+    # Where values overflow, the interval before decides.
+    for near, far in zip(tables, tables[1:]):
+        end = torch.where(far.isfinite(), near - far < fall, end)
+    # Rounding may leave a bump, whose deviation is not that of the density.
+    axes = unit.diag_embed().reshape(-1, *(1,) * (columns.dim() - 2), len(unit))
+    top = heights(vector.center[None])
+    for spreads in (1e2, 1e3):
+        end = end | (both_sides(spreads * axes) > top - fall)
+    is_open = end.any(0).reshape(len(unit), -1).any(-1)
+    return int(is_open.nonzero()[0]) if bool(is_open.any()) else None
 
 
 def _taken(each: Tensor, best: Tensor) -> Tensor:

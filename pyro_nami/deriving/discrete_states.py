@@ -9,7 +9,6 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -17,15 +16,23 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.enumeration import without_score
-from pyro_nami.deriving.expansion import ROUNDING, TOLERANCE, Expansion, derivatives, squeezed
+from pyro_nami.deriving.expansion import (
+    ROUNDING,
+    TOLERANCE,
+    Expansion,
+    Run,
+    derivatives,
+    irregular,
+    squeezed,
+)
 from pyro_nami.factors.markov_categorical import MarkovCategorical
 from pyro_nami.factors.wrappers import base_of, innermost
+from pyro_nami.program.runner import Sites, Values
 
 __all__ = ["DiscreteStates"]
 
-
-# Nats that stand for a probability of zero: sums over any number of steps stay finite, and below all others.
-IMPOSSIBLE = -1e30
+# The log of a probability of zero, in nats: sums of it in double precision stay finite, and below all others.
+IMPOSSIBLE = torch.finfo(torch.float32).min
 
 
 class DiscreteStates(Expansion):
@@ -49,7 +56,7 @@ class DiscreteStates(Expansion):
     def choose(self, name: str, prior: Any) -> Tensor:
         return super().choose(name, prior).detach()
 
-    def tables(self, sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def tables(self, sites: Sites) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities of states after each value, ``(*batch, T, K, K)``, and of data, ``(*batch, T, K)``.
 
         Before the first state there is none: its rows are all the same.
@@ -69,7 +76,8 @@ class DiscreteStates(Expansion):
             data = data.index_add(-1, places, each.expand(data.shape[:-1] + each.shape[-1:]))
         return after, data.movedim(0, -1)
 
-    def solve(self, sites: Mapping[str, Any]) -> None:
+    def solve(self, sites: Sites) -> None:
+        self._fn = sites[self.first]["fn"]
         with derivatives():
             after, data = self.tables(sites)
             pairs = after + data.unsqueeze(-2)
@@ -86,23 +94,16 @@ class DiscreteStates(Expansion):
         if not self.differentiable:
             self._first, self._logits = self._first.detach(), self._logits.detach()
 
-    def conditional(
-        self, name: str, values: Mapping[str, Tensor], dims: int | None = None
-    ) -> MarkovCategorical:
-        base = innermost(self._sites_fn)
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> MarkovCategorical:
         first, logits = squeezed(self._first, dims, 1), squeezed(self._logits, dims, 3)
         own = self.values[name]
         like = torch.get_default_dtype()
         values_of = torch.arange(first.shape[-1], device=own.device).to(own)
-        return MarkovCategorical(first.to(like), logits.to(like), values_of, without_score(base))
+        return MarkovCategorical(
+            first.to(like), logits.to(like), values_of, without_score(innermost(self._fn))
+        )
 
-    def sites(self, run: Any, known: Any, points: Any = None) -> Mapping[str, Any]:
-        sites = super().sites(run, known, points)
-        if self.first in sites:
-            self._sites_fn = sites[self.first]["fn"]
-        return sites
-
-    def flaw(self, run: Callable[[Any], Mapping[str, Any]]) -> str:
+    def flaw(self, run: Run) -> str:
         """Returns why the states of a loop are not as this takes them; "" if they are.
 
         Args:
@@ -117,13 +118,12 @@ class DiscreteStates(Expansion):
         after, data = after.reshape(-1, size, count, count), data.reshape(-1, size, count)
         steps = torch.arange(size, device=data.device)
         instance = torch.arange(len(data), device=data.device).unsqueeze(-1)
-        for turn in (1, 2):
+        for phase in (1, 2):
             # states in which nothing repeats, others in each instance of a plate
-            which = (steps * (steps + turn)) // 2 + steps // 3 + turn * instance + instance // 2
-            which = which % count
+            which = (count * irregular(data.shape[:2], data, phase).abs()).long()
             value = which.reshape(*batch, size).to(self.values[self.first])
             other = type(self)(*self._args, given={self.first: value})
-            now = other._height(run(other))
+            now = torch.stack([term.sum() for term in other.joint_terms(run(other))]).sum()
             before = torch.cat((which[:, :1], which[:, :-1]), 1)
             told = after[instance, steps, before, which].sum() + data[instance, steps, which].sum()
             rounding = ROUNDING * torch.finfo(torch.float32).eps * (1 + now.abs())
@@ -131,9 +131,3 @@ class DiscreteStates(Expansion):
             if not bool(off <= TOLERANCE + rounding) and not bool(now == told):
                 return f"the log density of the states does not add up: it is off by {float(off):.2g} nats"
         return ""
-
-    def _height(self, sites: Mapping[str, Any]) -> Tensor:
-        """Returns the joint log density of the states and their data in nats."""
-        found = [sites[self.first]["fn"].log_prob(self.values[self.first])]
-        found += [self.density(sites, name) for name in self.group.children if name in sites]
-        return torch.stack([each.detach().double().sum() for each in found]).sum()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributions.kl import register_kl
 
-from pyro_nami.deriving.expansion import Expansion, irregular, squeezed, within_plates
+from pyro_nami.deriving.expansion import irregular, squeezed, within_plates
+from pyro_nami.deriving.probing import ProbedExpansion
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.runner import Sites, Values
 
@@ -59,7 +60,7 @@ def without_score(base: Any) -> Callable[[Tensor], Any]:
     return make
 
 
-class Enumeration(Expansion):
+class Enumeration(ProbedExpansion):
     """The exact conditional of one discrete latent.
 
     Args:

@@ -2,7 +2,7 @@
 
 Slopes come from one run of the model by automatic differentiation, and are differentiable in the
 latents sampled earlier. An `Expansion` says at which points the members are set in that run
-(`points`), and derives their conditionals from what the run shows (`solve`).
+(`points`), and derives their conditionals from the sites of the run (`solve`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
 from torch import Tensor
-from torch.distributions import TransformedDistribution
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.factors.bounds import log_prob_or_bound
-from pyro_nami.factors.wrappers import base_of
 from pyro_nami.program.flat_priors import flat_prior
-from pyro_nami.program.masks import log_density_of, unmasked, without_gaps
-from pyro_nami.program.runner import RunModel
+from pyro_nami.program.masks import log_density_of, unmasked
+from pyro_nami.program.runner import Message, RunModel, Sites, Values
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
@@ -31,10 +29,12 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_ERROR",
     "MOST_RUNS",
+    "NEGLIGIBLE",
     "ROUNDING",
     "TOLERANCE",
     "Changed",
     "Expansion",
+    "Run",
     "agree",
     "broadcast",
     "derivatives",
@@ -58,6 +58,10 @@ MAX_ERROR = 0.03  # nats, of a log density that is taken for exact: weights vary
 ROUNDING = 100.0
 # Runs of the model in a search; with ten times more, data without a mode hold up all others for a minute.
 MOST_RUNS = 100
+# Nats below the highest mode, or its mass, at which another mode does not matter; at 8 one of two wells is overlooked.
+NEGLIGIBLE = 10.0
+
+Run = Callable[[Any], Sites]  # an expansion -> the sites of its run
 
 
 class Changed(Exception):
@@ -76,21 +80,12 @@ class Expansion:
         given: values of the members at that point, if it is not to be told by deviations.
 
     Attributes:
-        first: the first member.
         priors, values: of each member, once the run has met it; priors without masks.
         shapes: of their values, with all batch dims.
-        slopes: of the children's log density by each member's values, none of discrete ones, once it is measured.
-        total: that log density, summed, in nats.
         finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
             prior, given what is drawn before.
         count: number of points, along a dim of their own to the left of all others; None without such a dim.
-        noise: by how many deviations rounding may move means; found where these are not those of a prior.
     """
-
-    # where the form is compared with the model, in prior deviations; further out some overflow
-    probed_at: tuple[float, ...] = (0.0, 1.0, -1.0, 4.0, -4.0)
-    asked = "add to a {} prior"  # of the children's log density
-    noise = 0.0
 
     def __init__(
         self,
@@ -99,10 +94,9 @@ class Expansion:
         nesting: int,
         differentiable: bool,
         away: float | None = None,
-        given: Mapping[str, Tensor] | None = None,
+        given: Values | None = None,
     ) -> None:
         self.group = group
-        self.first = group.members[0]
         self.nesting = nesting
         self.away = away
         self.differentiable = differentiable
@@ -117,6 +111,11 @@ class Expansion:
         self.xi: dict[str, Tensor] = {}
 
     @property
+    def first(self) -> str:
+        """The first member."""
+        return self.group.members[0]
+
+    @property
     def until(self) -> tuple[str, ...]:
         """The sites that the run has to reach."""
         return *self.group.members, *self.group.children
@@ -128,7 +127,7 @@ class Expansion:
 
     def sites(
         self, run: RunModel, known: Mapping[str, Any], points: Mapping[str, Any] | None = None
-    ) -> Mapping[str, Any]:
+    ) -> Sites:
         """Returns the sites of a run of the model at the points, without validation: the model's own run has it."""
         with torch.inference_mode(False), torch.enable_grad(), pyro.validation_enabled(False):
             return run({**known, **(points or self.points)}, until=self.until)
@@ -137,11 +136,11 @@ class Expansion:
         """Returns a member's values, ``(*batch, *plates, *event)``; points lie along the first dim if counted."""
         raise NotImplementedError
 
-    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+    def solve(self, sites: Sites) -> Expansion | None:
         """Derives the conditionals from the sites of the run; or returns what is to be solved in place of this."""
         raise NotImplementedError
 
-    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> Any:
         """Returns a member's exact conditional, of batch shape ``(*batch, *plates)``, at values of those before it.
 
         Where these are more than ``dims``, leading dims of size 1 are left out.
@@ -156,60 +155,9 @@ class Expansion:
         """Whether all that was solved is a number."""
         return all(bool(each.all()) for each in self.finite.values())
 
-    # ---- probing: whether the log density has the form that the conditionals take
-
-    def fit(self, sites: Mapping[str, Any]) -> None:
-        """Finds the form's parameters from the sites of the run, of a form that is not known to hold yet."""
-        self.solve(sites)
-
-    def predict(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        """Returns terms that add up to the children's log density at values of the members, up to a constant."""
-        raise NotImplementedError
-
-    def measure(self, sites: Mapping[str, Any]) -> None:
-        """Takes slopes and the log density of the children."""
-        self.slopes: dict[str, Tensor] = {}
-        if all(leaf.requires_grad for leaf in self.values.values()):
-            self.slopes = {name: each.detach() for name, each in self.take(sites).items()}
-        self.total = torch.stack([self._total(sites, name) for name in self.group.children]).sum()
-
-    def reaches(self, sites: Mapping[str, Any]) -> bool:
-        """Whether each child says something of the members, and the conditional is a proper one."""
-        for child in self.group.children:
-            slopes = self.take(sites, parts=[child])
-            if not any(bool((slope != 0).any()) for slope in slopes.values()):
-                return False
-        return True
-
-    def explains(self, far: Any) -> bool:
-        """Whether the fitted form has the slopes that were measured at another point, to a thousandth."""
-        with derivatives():
-            at = {name: each.detach().requires_grad_() for name, each in far.values.items()}
-            terms = self.predict(at)
-            slopes = [
-                torch.autograd.grad(term.sum(), list(at.values()), materialize_grads=True)
-                for term in terms
-                if term.requires_grad
-            ]
-        for (name, value), *each in zip(at.items(), *slopes):
-            terms = [value.detach() * slope for slope in each]
-            # times the value, as slopes by its log
-            found = value.detach() * far.slopes[name]
-            if not agree(found, torch.zeros_like(found), terms):
-                return False
-        return True
-
-    def gain(self, near: Any, far: Any) -> tuple[Tensor, Tensor]:
-        """Returns what the log density gains between two points by the form, and the size of its terms."""
-        terms = zip(self.predict(near.values), self.predict(far.values))
-        gains = [(end - start).detach() for start, end in terms]
-        total: Any = sum(each.sum() for each in gains)
-        size: Any = sum(each.abs().sum() for each in gains)
-        return total, size
-
     def take(
         self,
-        sites: Mapping[str, Any],
+        sites: Sites,
         *,
         again: bool = False,
         parts: Sequence[str] = (),
@@ -256,7 +204,7 @@ class Expansion:
         self.values[name] = value.clone().requires_grad_(value.is_floating_point())
         return self.values[name]
 
-    def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
+    def density(self, sites: Sites, name: str) -> Tensor:
         """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
         if name in self.group.flat and (flat := flat_prior(sites[name]["fn"])) is not None:
             return flat.log_prob(sites[name]["value"], sites[name]["fn"].event_dim)
@@ -265,15 +213,7 @@ class Expansion:
         )
         return self.weighted(log_density_of(sites[name], bound), sites, name)
 
-    def _total(self, sites: Mapping[str, Any], name: str) -> Tensor:
-        """Returns a site's log density, summed; minus infinity where its value is outside of its support."""
-        fn, value = sites[name]["fn"], without_gaps(sites[name])
-        with suppress(NotImplementedError):
-            if not value.isnan().any() and not _is_supported(fn, value):
-                return value.new_full((), -torch.inf, dtype=torch.get_default_dtype())
-        return self.density(sites, name).detach().sum()
-
-    def weighted(self, each: Tensor, sites: Mapping[str, Any], name: str) -> Tensor:
+    def weighted(self, each: Tensor, sites: Sites, name: str) -> Tensor:
         """Returns numbers of a site, times the ratio of the site's scale to that of the members."""
         own, scale = sites[name]["scale"], sites[self.first]["scale"]
         both = {type(own), type(scale)}
@@ -281,15 +221,19 @@ class Expansion:
             return each
         return each * (self._narrowed(own) / self._narrowed(scale))
 
+    def joint_terms(self, sites: Sites) -> list[Tensor]:
+        """Returns the log densities in nats of the first member and of the children, without gradients."""
+        found = [sites[self.first]["fn"].log_prob(self.values[self.first])]
+        found += [self.density(sites, child) for child in self.group.children if child in sites]
+        return [each.detach().double() for each in found]
+
     def _narrowed(self, scale: Any) -> Any:
         """Returns a scale without the dims that it alone has, along which it counts a density several times."""
         extra = scale.dim() - len(self.leading) if isinstance(scale, Tensor) else 0
         return scale.sum(tuple(range(extra))) if extra > 0 else scale
 
 
-def solved(
-    expansion: Any, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]
-) -> tuple[Any, Mapping[str, Any]]:
+def solved(expansion: Any, sites: Sites, run: Run) -> tuple[Any, Sites]:
     """Returns the solved expansion and the sites of its run, given the first expansion and its sites."""
     while (following := expansion.solve(sites)) is not None:
         expansion, sites = following, run(following)
@@ -315,18 +259,18 @@ def operations_of(*tensors: Tensor) -> Iterator[Any]:
             nodes += [parent for parent, _ in node.next_functions]
 
 
-def plate_dims(site: Mapping[str, Any]) -> frozenset[int]:
+def plate_dims(site: Message) -> frozenset[int]:
     """Returns the dims of the plates around a site, which are negative."""
     return frozenset(frame.dim for frame in site["cond_indep_stack"] if frame.vectorized)
 
 
-def plate_shape(site: Mapping[str, Any]) -> torch.Size:
+def plate_shape(site: Message) -> torch.Size:
     """Returns the sizes of the plates around a site, 1 where there is none."""
     frames = {-frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
     return torch.Size(frames.get(dim, 1) for dim in range(max(frames, default=0), 0, -1))
 
 
-def within_plates(log_prob: Tensor, site: Mapping[str, Any], other: Mapping[str, Any]) -> Tensor:
+def within_plates(log_prob: Tensor, site: Message, other: Message) -> Tensor:
     """Returns a site's log density summed over the plates that are not around another site, which leaves size 1."""
     summed = sorted(plate_dims(site) - plate_dims(other))
     return log_prob.sum(summed, keepdim=True) if summed else log_prob
@@ -335,17 +279,6 @@ def within_plates(log_prob: Tensor, site: Mapping[str, Any], other: Mapping[str,
 def narrowed(value: Tensor) -> Tensor:
     """Returns a tensor with size 1 along the dims that it was expanded to."""
     return value[tuple(slice(0, 1 if step == 0 else None) for step in value.stride())]
-
-
-def _is_supported(fn: Any, value: Tensor) -> bool:
-    """Whether a value is in the support, for transformed distributions that of the base."""
-    if not fn.support.check(value).all():
-        return False
-    if isinstance(fn, TransformedDistribution):
-        for transform in reversed(fn.transforms):
-            value = transform.inv(value)
-    below = base_of(fn)
-    return below is None or _is_supported(below, value)
 
 
 def agree(
@@ -386,9 +319,7 @@ def irregular(shape: torch.Size, like: Tensor, phase: int) -> Tensor:
     return (1 + 2.4 * order + phase).sin()
 
 
-def leading_shape(
-    values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int
-) -> torch.Size:
+def leading_shape(values: Values, event_dims: Mapping[str, int], nesting: int) -> torch.Size:
     """Returns the sizes of all batch dims to the left of the plates that values have, and 1 for each plate dim."""
     plates, shape = (1,) * nesting, torch.Size((1,) * nesting)
     for name, value in values.items():

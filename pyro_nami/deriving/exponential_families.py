@@ -17,11 +17,11 @@ from torch.distributions import transform_to
 
 from pyro_nami.deriving.expansion import (
     TOLERANCE,
-    Expansion,
     derivatives,
     irregular,
     squeezed,
 )
+from pyro_nami.deriving.probing import ProbedExpansion
 from pyro_nami.factors.truncated_normal import TruncatedNormal
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.runner import Sites, Values
@@ -137,7 +137,7 @@ def forms_of(prior: Any, moving: bool = False) -> list[str]:
     return names
 
 
-class ByStatistics(Expansion):
+class ByStatistics(ProbedExpansion):
     """The exact conditional of one latent: its prior with e1 and e2 added to the parameters.
 
     Args:

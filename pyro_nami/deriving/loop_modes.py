@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,15 +14,16 @@ from pyro_nami.deriving.block_tridiagonal import solved_blocks
 from pyro_nami.deriving.expansion import (
     MAX_ERROR,
     MOST_RUNS,
+    NEGLIGIBLE,
     ROUNDING,
     TOLERANCE,
     Expansion,
+    Run,
     derivatives,
     irregular,
     solved,
 )
 from pyro_nami.deriving.loop_states import (
-    PROBED_AT,
     Banded,
     LoopStates,
     Quadratic,
@@ -33,6 +34,7 @@ from pyro_nami.deriving.loop_states import (
 )
 from pyro_nami.deriving.newton import MODES_AT, has_one_mode, is_concave
 from pyro_nami.factors.wrappers import base_of
+from pyro_nami.program.runner import Sites
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
@@ -48,15 +50,10 @@ NEARBY = 0.1
 # Times that the first round may narrow a state: 1.05 for counts and volatilities; at 2 the Normal about the mode is
 # several nats off, at 10 thousands, as of states that their data hardly tell.
 MOST_NARROWED = 1.6
-# Intervals in which a row of data may gain twice what slopes at the ends say, and a tenth of a nat more. Near a narrow
-# peak it may gain more in two of them, if a closer look finds that slopes account for that.
-LOOKED_AT, JUMP, MOST_ODD = 100, 0.1, 2
-# How far apart two searches may end, in deviations, that have found one mode: they leave some 0.01 nats to be gained.
-MOST_APART = 0.3
-# Nats below the mode at which another one, or a search that has found none, is of no matter.
-NEGLIGIBLE = 10.0
-# Share that a step to a mode is cut to where it led down; halves take twice as many runs, tenths waste good ones.
-SHORTER = 0.25
+# How far apart two searches that have found one mode may end, in deviations: on the way a Normal density falls by an
+# error that does not matter.
+MOST_APART = (2 * MAX_ERROR) ** 0.5
+_FAR_FROM_NORMAL = "data hardly tell some states, whose posterior is far from Normal"
 
 
 class _ModeStep(NamedTuple):
@@ -101,7 +98,7 @@ class StatesAboutMode(LoopStates):
         self._before: _ModeStep | None = None  # that led here
         self._is_last = False
 
-    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+    def solve(self, sites: Sites) -> Expansion | None:
         if self._is_last:
             self.step(self.quadratic(sites, True))
             return None
@@ -110,58 +107,44 @@ class StatesAboutMode(LoopStates):
             return self._reached(shorter)
         value, parts = self.values[self.first], self.quadratic(sites, False)
         way = self.step(parts)
-        if not bool(way.isfinite().all()):
-            known = way.isfinite().all(-1, keepdim=True)
-            way = torch.where(
-                known, way, self.step(parts._replace(curvature=_positive(parts.curvature)))
-            )
+        known = way.isfinite().all(-1, keepdim=True)
+        if not bool(known.all()):
+            uphill = self.step(parts._replace(curvature=_positive(parts.curvature)))
+            way = torch.where(known, way, uphill)
         gain = self._of_sets((way * vector(parts.whole_slope(), value)).sum(-1)) / 2
         going = gain > self._enough()
         if bool(going.any()) and self.runs < MOST_RUNS:
             return self._reached(_ModeStep(value.detach(), way, total, going.to(way)))
-        self.unfound = bool((gain > MAX_ERROR).any()) or not bool(gain.isfinite().all())
-        return self.after_search(sites)
+        self.unfound = not bool((gain <= MAX_ERROR).all())
+        if not self.moves(sites):
+            return None
+        # once more, with gradients
+        last = self.moved(value.detach() + self.step(self.quadratic(sites, True)).to(value))
+        last._is_last, last.unfound = True, self.unfound
+        return last
 
     def _enough(self) -> float:
         """Returns the nats that a last step may still gain; fewer where gradients are taken, which show them."""
         eps = torch.finfo(self.values[self.first].dtype).eps
         return MAX_ERROR * eps**0.5 if self.differentiable else MAX_ERROR**2
 
-    def after_search(self, sites: Mapping[str, Any]) -> StatesAboutMode | None:
-        """Returns the expansion that follows when the mode is found: one with gradients, where there are to be some."""
-        if not self.moves(sites):
-            return None
-        value = self.values[self.first]
-        last = self.moved(value.detach() + self.step(self.quadratic(sites, True)).to(value))
-        last._is_last, last.unfound = True, self.unfound
-        return last
-
     # ---- probing
 
-    def refuted(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
-        if flaw := self.flaw_nearby(sites, run):
+    def refuted(self, sites: Sites, run: Run) -> str:
+        flaw = self.flaw_nearby(sites, run) or self.several_modes(sites, run)
+        if flaw or self.group.drawn is self.group:
             return flaw
-        if several := self.several_modes(sites, run):
-            return several
-        if self.group.drawn is self.group:
-            return ""
         mode = {self.first: self.mean().detach().to(self.values[self.first])}
         near: Any = NearestStates(self.group.drawn, *self._args[1:], at=mode)
         near, _ = solved(near, run(near), run)
-        return (
-            ""
-            if near.is_near
-            else "data hardly tell some states, whose posterior is far from Normal"
-        )
+        return "" if near.is_near else _FAR_FROM_NORMAL
 
-    def flaw_nearby(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
+    def flaw_nearby(self, sites: Sites, run: Run) -> str:
         """Returns how data, or states, differ from their expansions near the mode; "" if they do not."""
         flaw = self.differs(sites, run, (NEARBY,), share=NEARBY)
-        return flaw or self.differs(sites, run, PROBED_AT, [self.first])
+        return flaw or self.differs(sites, run, self.probed_at, [self.first])
 
-    def several_modes(
-        self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]
-    ) -> str:
+    def several_modes(self, sites: Sites, run: Run) -> str:
         """Returns why the posterior of the states may have several modes; "" if it has one.
 
         A sum of concave log densities has one mode. A sum of others may have several, though each has one: then
@@ -204,33 +187,45 @@ class StatesAboutMode(LoopStates):
         return ""
 
     def _is_smooth(
-        self, run: Callable[[Any], Mapping[str, Any]], low: Tensor, high: Tensor
+        self,
+        run: Run,
+        low: Tensor,
+        high: Tensor,
+        *,
+        intervals: int = 100,
+        jump: float = 0.1,
+        most_odd: int = 2,
     ) -> bool:
         """Whether the log density of each row gains what its slopes say, between two values of the states.
 
-        Where it does not, a second look at the interval tells a narrow peak from a jump, for rows that read one state.
+        Where it does not, a second look at the intervals tells a narrow peak from a jump, for rows that read one state.
+
+        Args:
+            run: makes a run of the model for an expansion.
+            low, high: the values of the states.
+            intervals: number of intervals in which gains and slopes are compared.
+            jump: nats that a row may gain in an interval beyond twice what the slopes at its ends say.
+            most_odd: number of neighbouring intervals with larger gains that a narrow peak has, at most.
         """
-        for is_last in (False, True):
-            odd = torch.zeros((LOOKED_AT, *low.shape), dtype=torch.bool, device=low.device)
-            for row in self._rows_between(run, low, high, LOOKED_AT):
+        for _ in range(2):
+            odd = torch.zeros((intervals, *low.shape), dtype=torch.bool, device=low.device)
+            for row in self._rows_between(run, low, high, intervals):
                 most = torch.maximum(row.slopes[:-1].abs(), row.slopes[1:].abs())
-                is_odd = row.gains.abs() > 2 * most + JUMP + row.rounding
+                is_odd = row.gains.abs() > 2 * most + jump + row.rounding
                 if row.reads is not None:
                     odd[..., row.reads] |= is_odd
                 elif bool(is_odd.any()):
                     return False
-            if is_last or not bool(odd.any()):
-                return not bool(odd.any())
-            first, last = odd.double().argmax(0), LOOKED_AT - odd.flip(0).double().argmax(0)
-            if bool(((last - first > MOST_ODD) & odd.any(0)).any()):
+            if not bool(odd.any()):
+                return True
+            first, last = odd.double().argmax(0), intervals - odd.flip(0).double().argmax(0)
+            if bool(((last - first > most_odd) & odd.any(0)).any()):
                 return False
-            way = (high - low) / LOOKED_AT
+            way = (high - low) / intervals
             low, high = low + way * first, low + way * last
-        return True
+        return False
 
-    def _rows_between(
-        self, run: Callable[[Any], Mapping[str, Any]], low: Tensor, high: Tensor, count: int
-    ) -> Iterator[_RowGains]:
+    def _rows_between(self, run: Run, low: Tensor, high: Tensor, count: int) -> Iterator[_RowGains]:
         """Yields the gains of rows in ``count`` equal intervals between two values of the states."""
         way = (high - low) / count
         share = torch.arange(1.0 + count).to(low).reshape(-1, *(1,) * low.dim())
@@ -247,11 +242,9 @@ class StatesAboutMode(LoopStates):
 
     # ---- steps
 
-    def _height(self, sites: Mapping[str, Any]) -> Tensor:
+    def _height(self, sites: Sites) -> Tensor:
         """Returns the joint log density in nats of each batch, plates summed."""
-        terms = [sites[self.first]["fn"].log_prob(self.values[self.first])]
-        terms += [self.density(sites, child) for child in self.group.children if child in sites]
-        total: Any = sum(self._of_sets(term.detach().double()) for term in terms)
+        total: Any = sum(map(self._of_sets, self.joint_terms(sites)))
         return total
 
     def _of_sets(self, term: Tensor) -> Tensor:
@@ -267,7 +260,8 @@ class StatesAboutMode(LoopStates):
         over = ~(total >= step.total - rounding) & (step.length > 0)
         if not bool(over.any()):
             return None
-        return step._replace(length=torch.where(over, SHORTER * step.length, step.length))
+        # halves would take twice as many runs, tenths waste good steps
+        return step._replace(length=torch.where(over, step.length / 4, step.length))
 
     def _reached(self, step: _ModeStep) -> Self:
         length = step.length.unsqueeze(-1)
@@ -303,16 +297,15 @@ class NearestStates(StatesAboutMode):
             return super().start(name, prior, shape)
         mean, deviation = self._about
         points, _ = _hermite(mean)
-        points = points.reshape(-1, *(1,) * mean.dim())
         return (mean + points * deviation).to(prior.mean).expand(shape)
 
-    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+    def solve(self, sites: Sites) -> Expansion | None:
         if self._about is None:
             return super().solve(sites) or self._spread()
         mean, deviation = self._about
         graph = self.moves(sites)
         value, normal = self.values[self.first], base_of(sites[self.first]["fn"])
-        points, weights = (each.reshape(-1, *(1,) * mean.dim()) for each in _hermite(mean))
+        points, weights = _hermite(mean)
         slope = self.take(sites, again=graph)[self.first].double()
         with derivatives():
             loc = (weights * normal.loc.expand(value.shape)).sum(0)
@@ -363,8 +356,8 @@ class NonlinearStates(StatesAboutMode):
 
     has_linear_prior = False
 
-    def flaw_nearby(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
-        if not self.differs(sites, run, PROBED_AT, [self.first]):
+    def flaw_nearby(self, sites: Sites, run: Run) -> str:
+        if not self.differs(sites, run, self.probed_at, [self.first]):
             return "states are linear in those before"
         mean, deviations = self.mean().detach(), self.deviations().detach()
         offset = NEARBY * deviations * irregular(deviations.shape, deviations, 1)
@@ -375,7 +368,7 @@ class NonlinearStates(StatesAboutMode):
                 return f"the log density of the states, or of data, is off its slopes by {float(off.max()):.2g} nats"
         return ""
 
-    def quadratic(self, sites: Mapping[str, Any], graph: bool) -> Quadratic:
+    def quadratic(self, sites: Sites, graph: bool) -> Quadratic:
         parts, value = super().quadratic(sites, graph), self.values[self.first]
         with derivatives():
             prior = sites[self.first]["fn"].log_prob(value).sum()
@@ -424,6 +417,7 @@ def _positive(curvature: Banded) -> Banded:
 
 
 def _hermite(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns points and weights that average over a standard Normal (Gauss and Hermite)."""
-    points, weights = (torch.as_tensor(each).to(like) for each in hermegauss(NEAREST_POINTS))
+    """Returns points and weights, ``(points, 1, ...)``, of a standard Normal by Gauss-Hermite quadrature."""
+    found = torch.as_tensor(hermegauss(NEAREST_POINTS)).to(like)
+    points, weights = found.reshape(2, -1, *(1,) * like.dim())
     return points, weights / weights.sum()

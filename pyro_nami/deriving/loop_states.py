@@ -12,36 +12,38 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyro_nami.deriving.block_tridiagonal import solved_blocks
+from pyro_nami.deriving.block_tridiagonal import inverse_of_blocks, root_of_blocks, solved_blocks
 from pyro_nami.deriving.expansion import (
     ROUNDING,
     TOLERANCE,
     Expansion,
+    Run,
     derivatives,
     irregular,
     parameters_of,
     solved,
     squeezed,
 )
+from pyro_nami.deriving.gaussian_levels import times
 from pyro_nami.deriving.joint_gaussian import MOST_CLOSER
 from pyro_nami.deriving.newton import rounding_of_rows
 from pyro_nami.factors.markov_normal import MarkovNormal
 from pyro_nami.factors.wrappers import base_of
 from pyro_nami.program.masks import density_rounding
+from pyro_nami.program.runner import Message, Sites, Values
 from pyro_nami.program.series_sites import along_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
 
 __all__ = [
-    "PROBED_AT",
     "Banded",
     "LoopStates",
     "Quadratic",
@@ -51,26 +53,34 @@ __all__ = [
     "vector",
 ]
 
-# Where the log density is compared with its expansion, in deviations of the states; far, to see slow bends as well.
-PROBED_AT = (1.0, -3.0, 300.0)
-
-
 _NOT_QUADRATIC = (
     "the log density of '{}' is not quadratic: it is off by {:.2g} nats {:g} deviations away"
 )
 
 
 class Banded(NamedTuple):
-    """A symmetric block-tridiagonal matrix: blocks (t, t), ``(*batch, n, m, m)``, and (t + 1, t)."""
+    """A matrix of blocks (t, t), ``(*batch, n, m, m)``, and (t + 1, t): block-bidiagonal, or symmetric tridiagonal."""
 
     diagonal: Tensor
     lower: Tensor
 
     def times(self, x: Tensor) -> Tensor:
-        """Returns its product with blocks ``(*batch, n, m)``."""
-        below = _times(self.lower, x[..., :-1, :])
-        above = _times(self.lower.mT, x[..., 1:, :])
-        return _times(self.diagonal, x) + pad(below, (0, 0, 1, 0)) + pad(above, (0, 0, 0, 1))
+        """Returns the product of the bidiagonal matrix with blocks ``(*batch, n, m)``."""
+        below = times(self.lower, x[..., :-1, :])
+        return times(self.diagonal, x) + pad(below, (0, 0, 1, 0))
+
+    def transposed_times(self, x: Tensor) -> Tensor:
+        """Returns the product of the transposed bidiagonal matrix with blocks."""
+        above = times(self.lower.mT, x[..., 1:, :])
+        return times(self.diagonal.mT, x) + pad(above, (0, 0, 0, 1))
+
+    def symmetric_times(self, x: Tensor) -> Tensor:
+        """Returns the product of the symmetric matrix with blocks."""
+        return self.times(x) + self.transposed_times(x) - times(self.diagonal, x)
+
+    def detached(self) -> Banded:
+        """Returns the same matrix without gradients."""
+        return Banded(self.diagonal.detach(), self.lower.detach())
 
 
 class Quadratic(NamedTuple):
@@ -100,43 +110,18 @@ class Quadratic(NamedTuple):
         return Banded(prior.diagonal + self.curvature.diagonal, prior.lower + self.curvature.lower)
 
     def detached(self) -> Quadratic:
-        """Returns the same without gradients."""
-        curvature, whitened = (
-            Banded(*(each.detach() for each in two)) for two in (self.curvature, self.whitened)
-        )
+        """Returns the same expansion without gradients."""
+        curvature, whitened = self.curvature.detached(), self.whitened.detached()
         return Quadratic(self.slope.detach(), curvature, whitened, self.error.detach())
 
     def gains_of_prior(self, moved: Tensor) -> list[Tensor]:
         """Returns what each state's log density gains by a move of all, to first and to second order."""
-        own, before = self.whitened
-        back = pad(_times(before, moved[..., :-1, :]), (0, 0, 1, 0))
-        change = _times(own, moved) + back
+        change = self.whitened.times(moved)
         return [-self.error * change, -change.square() / 2]
 
     def whole_slope(self) -> Tensor:
         """Returns the slope of the joint log density."""
-        own, before = self.whitened
-        back = _times(before.mT, self.error[..., 1:, :])
-        return self.slope - _times(own.mT, self.error) - pad(back, (0, 0, 0, 1))
-
-
-class _Linear(NamedTuple):
-    """The locations of the priors at some values, and their slopes there, which may hold elsewhere."""
-
-    at: Tensor
-    loc: Tensor
-    slopes: Banded
-
-    def slopes_at(self, value: Tensor, normal: Any) -> Banded | None:
-        """Returns the slopes, if locations at other values are as they say; else None."""
-        if self.loc.shape != normal.loc.shape or self.at.shape != value.shape:
-            return None
-        moved = blocks((value - self.at).detach().double(), self.slopes.diagonal.shape[-1])
-        told = _times(self.slopes.diagonal, moved)
-        told = told + pad(_times(self.slopes.lower, moved[..., :-1, :]), (0, 0, 1, 0))
-        off = (normal.loc.detach() - self.loc).double() - vector(told, value)
-        rounding = ROUNDING * torch.finfo(value.dtype).eps * (value.abs() + self.at.abs()).max()
-        return self.slopes if bool((off.abs() <= rounding).all()) else None
+        return self.slope - self.whitened.transposed_times(self.error)
 
 
 class LoopStates(Expansion):
@@ -152,18 +137,17 @@ class LoopStates(Expansion):
         unsolved: what is said of states for which this has no solution.
     """
 
+    # the deviations of the states at which densities are compared; far ones show slow bends
+    probed_at = (1.0, -3.0, 300.0)
     unfound = False
     unsolved = "the log density of the data is not quadratic in the states: it is curved upwards"
 
-    def __init__(
-        self, group: Any, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, group: Any, *args: Any, at: Values | None = None, **kwargs: Any) -> None:
         super().__init__(group, *args, **kwargs)
         self._args, self._kwargs = (group, *args), kwargs
         self._at = dict(at or {})
         self._width, self._back, self._span = group.band
         self.runs = 1
-        self._linear: _Linear | None = None
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         at = self._at.get(name, prior.mean)
@@ -174,10 +158,10 @@ class LoopStates(Expansion):
     def moved(self, value: Tensor) -> Self:
         """Returns the expansion about other values of the states."""
         other = type(self)(*self._args, **self._kwargs, at={self.first: value})
-        other.runs, other.xi, other._linear = self.runs + 1, self.xi, self._linear
+        other.runs, other.xi = self.runs + 1, self.xi
         return other
 
-    def quadratic(self, sites: Mapping[str, Any], graph: bool) -> Quadratic:
+    def quadratic(self, sites: Sites, graph: bool) -> Quadratic:
         """Returns the expansion about the values of a run; graph: of which gradients may be taken."""
         value, normal = self.values[self.first], base_of(sites[self.first]["fn"])
         if normal.loc.shape[-1] != value.shape[-1]:
@@ -189,18 +173,14 @@ class LoopStates(Expansion):
         slope, curvature = self.of_data(sites, graph=graph)
         width = self._width
         with derivatives():
-            along = None if graph or self._linear is None else self._linear.slopes_at(value, normal)
-            if along is None:
-                along = banded_derivatives(normal.loc, value, (1, self._back), width, graph)
-                slopes = Banded(*(each.detach() for each in along))
-                self._linear = _Linear(value.detach(), normal.loc.detach(), slopes)
+            along = banded_derivatives(normal.loc, value, (1, self._back), width, graph)
             scale = normal.scale.expand(value.shape).double()
             error = (value - normal.loc).expand(value.shape).double() / scale
             found = quadratic_of(slope.double(), curvature, along, error, scale, width)
         return found if graph else found.detached()
 
     def of_data(
-        self, sites: Mapping[str, Any], names: Sequence[str] = (), *, graph: bool = False
+        self, sites: Sites, names: Sequence[str] = (), *, graph: bool = False
     ) -> tuple[Tensor, Banded]:
         """Returns the slope of the log density of children, by default of all, and minus its second derivatives."""
         slope = self.take(sites, again=True, parts=names)[self.first]
@@ -210,7 +190,7 @@ class LoopStates(Expansion):
             second = banded_derivatives(slope, value, ends, self._width, graph)
             return slope, Banded(-0.5 * (second.diagonal + second.diagonal.mT), -second.lower)
 
-    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+    def solve(self, sites: Sites) -> Expansion | None:
         value = self.values[self.first]
         way = self.step(self.quadratic(sites, self.moves(sites)))
         farthest = TOLERANCE / (ROUNDING * torch.finfo(value.dtype).eps)
@@ -220,7 +200,7 @@ class LoopStates(Expansion):
             return self.moved((value + way).detach().to(value))
         return None
 
-    def moves(self, sites: Mapping[str, Any]) -> bool:
+    def moves(self, sites: Sites) -> bool:
         """Whether there are gradients to anything but the states: to what was drawn before, or the model's weights."""
         if not self.differentiable:
             return False
@@ -238,7 +218,7 @@ class LoopStates(Expansion):
 
     # ---- probing
 
-    def flaw(self, run: Callable[[Any], Mapping[str, Any]]) -> str:
+    def flaw(self, run: Run) -> str:
         """Returns why the states of a loop are not as this takes them; "" if they are.
 
         Args:
@@ -251,14 +231,14 @@ class LoopStates(Expansion):
         flaw: str = here.refuted(sites, run)
         return flaw
 
-    def refuted(self, sites: Mapping[str, Any], run: Callable[[Any], Mapping[str, Any]]) -> str:
+    def refuted(self, sites: Sites, run: Run) -> str:
         """Returns why an expansion that is solved does not hold elsewhere; "" if it does."""
-        return self.differs(sites, run, PROBED_AT)
+        return self.differs(sites, run, self.probed_at)
 
     def differs(
         self,
-        sites: Mapping[str, Any],
-        run: Callable[[Any], Mapping[str, Any]],
+        sites: Sites,
+        run: Run,
         places: Sequence[float],
         names: Collection[str] | None = None,
         share: float = TOLERANCE,
@@ -314,7 +294,7 @@ class LoopStates(Expansion):
         other.count = count
         return other
 
-    def rows(self, sites: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    def rows(self, sites: Sites) -> dict[str, tuple[Tensor, Tensor]]:
         """Returns the log densities in nats of each row of data, and of each state given those before it.
 
         Behind each is how far rounding may take it.
@@ -329,7 +309,7 @@ class LoopStates(Expansion):
             found[name] = self.by_step(site, each.double()), self.by_step(site, rounding)
         return found
 
-    def row_densities(self, sites: Mapping[str, Any]) -> dict[str, tuple[Any, Tensor]]:
+    def row_densities(self, sites: Sites) -> dict[str, tuple[Any, Tensor]]:
         """Returns the site, and the log density in nats, of each row of data, and of each state given those before."""
         found = {}
         for name in (*filter(sites.__contains__, self.group.children), self.first):
@@ -343,11 +323,11 @@ class LoopStates(Expansion):
             found[name] = site, self.weighted(each, sites, name)
         return found
 
-    def by_step(self, site: Mapping[str, Any], rows: Tensor) -> Tensor:
+    def by_step(self, site: Message, rows: Tensor) -> Tensor:
         """Returns numbers for the rows of a site with the steps of the states last."""
         return along_steps(rows, site.get("along", 0))
 
-    def reads(self, site: Mapping[str, Any]) -> Sequence[int] | slice | None:
+    def reads(self, site: Message) -> Sequence[int] | slice | None:
         """Returns which elements of the states rows read, one each; None where they read several, or share one."""
         if site["name"] == self.first:
             return slice(None)
@@ -362,27 +342,19 @@ class LoopStates(Expansion):
     ) -> list[Tensor]:
         """Returns what data gain by a move of the states, to first and to second order: by row, or all together."""
         slope = slope.detach().double()
-        fall = Banded(*(each.detach() for each in curvature)).times(blocks(moved, self._width))
+        fall = curvature.detached().symmetric_times(blocks(moved, self._width))
         gains = [slope * moved, -moved * vector(fall, moved) / 2]
         return [gain.sum() if reads is None else gain[..., reads] for gain in gains]
 
     # ---- what was found
 
-    def conditional(
-        self, name: str, values: Mapping[str, Tensor], dims: int | None = None
-    ) -> MarkovNormal:
+    def conditional(self, name: str, values: Values, dims: int | None = None) -> MarkovNormal:
         diagonal, lower = self.inverse.diagonal, self.inverse.lower
         size, like = self.values[name].shape[-1], self.values[name].dtype
         with derivatives():
-            if self._width == 1:
-                along = lower / diagonal[..., :-1, :, :]
-            else:
-                root = torch.linalg.cholesky_ex(diagonal[..., :-1, :, :])[0]
-                along = torch.cholesky_solve(lower.mT, root).mT
-            rest = diagonal[..., 1:, :, :] - along @ lower.mT
-            whole = torch.cat((diagonal[..., :1, :, :], rest), -3)
-            root = whole.sqrt() if self._width == 1 else torch.linalg.cholesky_ex(whole)[0]
-            along = pad(along, (0, 0, 0, 0, 1, 0))
+            along = pad(lower @ inverse_of_blocks(diagonal[..., :-1, :, :]), (0, 0, 0, 0, 1, 0))
+            explained = along[..., 1:, :, :] @ lower.mT
+            root = root_of_blocks(diagonal - pad(explained, (0, 0, 0, 0, 1, 0)))
         return MarkovNormal(
             squeezed(self.mean_blocks.to(like), dims, 2),
             squeezed(along.to(like), dims, 3),
@@ -402,12 +374,10 @@ class LoopStates(Expansion):
     def begin_next(self) -> dict[str, Tensor]:
         """Returns where another search begins: at the first of a batch that was found, in all plates."""
         value = self.mean().detach().to(self.values[self.first])
-        batch = value.dim() - 1 - self.nesting
-        if batch <= 0:
-            return {self.first: value} if bool(value.isfinite().all()) else {}
-        rows = value.flatten(0, batch - 1)
-        finite = rows.flatten(1).isfinite().all(1)
-        return {self.first: rows[int(finite.double().argmax())]} if bool(finite.any()) else {}
+        batch = max(0, value.dim() - 1 - self.nesting)
+        rows = value.reshape(-1, *value.shape[batch:])
+        found = rows.flatten(1).isfinite().all(1).nonzero()
+        return {self.first: rows[found[0, 0]]} if len(found) else {}
 
 
 def quadratic_of(
@@ -486,7 +456,3 @@ def banded_derivatives(
         return torch.where(known, flat[..., index], 0.0)
 
     return Banded(entries(place, place), entries(place[1:], place[:-1]))
-
-
-def _times(matrix: Tensor, x: Tensor) -> Tensor:
-    return (matrix @ x.unsqueeze(-1)).squeeze(-1)

@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.collapsed import LatentVector
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.grid_search import Box, search
 from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, slope_of
+from pyro_nami.deriving.latent_vector import LatentVector
 from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.program.runner import Values
 

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.ascent import LONGEST, SHARES, Slopes, root_of
-from pyro_nami.deriving.expansion import MOST_RUNS
+from pyro_nami.deriving.expansion import MAX_ERROR, MOST_RUNS
 from pyro_nami.deriving.gaussian_levels import times
 
-__all__ = ["nearest_normal", "normal_points", "quasi_normal"]
+__all__ = ["LEAST_GAIN", "LOWEST", "nearest_normal", "normal_points", "quasi_normal"]
 
-ENOUGH = 1e-3  # nats that a step has to gain for another one to follow
-# nats that a further step may still promise at the end: of a density with kinks the average over points has kinks, too,
-# and no step rises from one
-NEAR = 0.1
-CHANGE = 4.0  # factor by which a step widens or narrows the variance along an eigenvector at most
-LOWEST = (
-    1e3  # nats below the highest point: the height of all points that are lower, or have no density
-)
+# Nats that a step has to gain for another one to follow.
+ENOUGH = MAX_ERROR**2
+# Nats that a further step would gain, where no mode, or no nearest Normal, was found. With ten times less, none is
+# found of densities with kinks: the average over points has kinks, too, and no step rises from one.
+LEAST_GAIN = 0.1
+# Nats below the highest point: the height of all points that are lower, or have no density. With ten times less, tails
+# that are no matter count.
+LOWEST = 1e3
 
 
 def normal_points(count: int, numbers: int) -> Tensor:
@@ -54,7 +54,7 @@ def quasi_normal(count: int, numbers: int) -> Tensor:
 
 
 def nearest_normal(
-    slopes: Slopes, center: Tensor, root: Tensor, points: Tensor
+    slopes: Slopes, center: Tensor, root: Tensor, points: Tensor, *, change: float = 4.0
 ) -> tuple[Tensor, Tensor, bool]:
     """Returns center and root of the Normal that is nearest to a density, and whether the search has ended there.
 
@@ -63,6 +63,7 @@ def nearest_normal(
         center: to begin at, ``(*batch, numbers)``.
         root: of the covariance to begin with, ``(*batch, numbers, numbers)``.
         points: of `normal_points`, more than there are numbers.
+        change: factor by which a step changes the variance along an eigenvector, at most.
 
     Example:
         >>> slopes = lambda x: (-x.abs().sum(-1), -x.sign())  # Laplace variables: a kink, and no curvature
@@ -76,7 +77,7 @@ def nearest_normal(
     rise, longest = torch.inf, LONGEST
     for _ in range(MOST_RUNS):
         values, vectors = torch.linalg.eigh(curvature)
-        values = values.clamp(1 / CHANGE, CHANGE)
+        values = values.clamp(1 / change, change)
         along = times(vectors.mT, mean)
         gain = (along.square() / values + values - 1 - values.log()).sum(-1) / 2
         if rise < ENOUGH or bool((gain < ENOUGH).all()):
@@ -92,11 +93,10 @@ def nearest_normal(
         else:
             break
         rise = float((found[0] - elbo).max())
-        longest = (
-            2 * longest if share == 1.0 else LONGEST
-        )  # longer after steps that are taken whole
+        # longer after steps that are taken whole
+        longest = 2 * longest if share == 1.0 else LONGEST
         (center, root), (elbo, mean, curvature) = trial, found
-    return center, root, bool((gain < NEAR).all())
+    return center, root, bool((gain < LEAST_GAIN).all())
 
 
 def _averages(

@@ -225,8 +225,8 @@ class Refutation:
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
         at = self._about(group)
-        distances = expansion_of(group).probed_at
-        distances = distances[:1] if only else distances
+        form: Any = expansion_of(group)
+        distances = form.probed_at[:1] if only else form.probed_at
         if group.form == "Gaussian" and group.flat:
             here, others, reason = self._about_flat(group, run, distances, is_data=not own)
             if reason == _NOT_FINITE:

@@ -21,7 +21,6 @@ from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
     ROUNDING,
     Changed,
-    Expansion,
     agree,
     broadcast,
     derivatives,
@@ -35,6 +34,7 @@ from pyro_nami.deriving.gaussian_levels import (
     times,
     without_gaps,
 )
+from pyro_nami.deriving.probing import ProbedExpansion
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.flat_priors import Flat, flat_prior
 from pyro_nami.program.runner import Sites, Values
@@ -42,7 +42,7 @@ from pyro_nami.program.runner import Sites, Values
 __all__ = ["SecondOrder"]
 
 
-class SecondOrder(Expansion):
+class SecondOrder(ProbedExpansion):
     """A block's priors and its children's log density to second order, as rows of the levels of its elimination.
 
     Args:
@@ -207,7 +207,7 @@ class SecondOrder(Expansion):
     # ---- probing
 
     def fit(self, sites: Sites, parts: Sequence[str] = ()) -> None:
-        """Finds the rows, as `Expansion.fit` does; of some children, by default of all."""
+        """Finds the rows, as `ProbedExpansion.fit` does; of some children, by default of all."""
         with derivatives():
             self._read(sites, self.take(sites, again=True, parts=parts))
 

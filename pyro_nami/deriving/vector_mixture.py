@@ -15,34 +15,35 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.ascent import Ascent, Slopes, measured, polish, root_of
-from pyro_nami.deriving.bent_vector import POINTS, BentVector, Heights, unbent
-from pyro_nami.deriving.nearest_normal import quasi_normal
+from pyro_nami.deriving.bent_vector import RUN_POINTS, BentVector, Heights, unbent
+from pyro_nami.deriving.expansion import NEGLIGIBLE
+from pyro_nami.deriving.nearest_normal import LEAST_GAIN, quasi_normal
 
-__all__ = ["LEAST_GAIN", "Modes", "adapted_mixture", "modes_of", "shares_of"]
+__all__ = ["Modes", "adapted_mixture", "modes_of", "shares_of"]
 
-MORE_POINTS = 256  # of a further part
-MOST_PARTS = 12  # beside those about modes; more of them, each with few of the draws, waste these
-LARGE = 3.0  # a weight, relative to the mean, about which a part is added
-NEAR = 128  # points whose weighted covariance a part has
-LEAST_GAIN = 0.1  # nats that a step would still gain, where no mode was found
-BETWEEN = 1.0  # nats by which the density falls between two modes, at least
-DEPTH = 7.0  # nats of mass below the largest, from where the mass about a mode is small
-STEPS = 20  # of a fit of shares; most change within a few
 # Share of its points that a part keeps. At 0.2 the tails of the weights of GLMM_Poisson have k-hat 0.72, at 0.5 0.50.
 LEAST_SHARE = 0.5
-# Deviations of a part that guards the tails of one about a mode, relative to that. At 2 radon's weights have k-hat
-# 0.97, at 1.5 they have no tail.
+# Deviations of a part that guards the tails of a part about a mode, relative to the deviations of the latter. At 2
+# radon's weights have k-hat 0.97, at 1.5 they have no tail.
 WIDE = 1.5
 
 
 def adapted_mixture(
-    heights: Heights, vectors: Sequence[BentVector]
+    heights: Heights,
+    vectors: Sequence[BentVector],
+    *,
+    count: int = 1024,
+    large: float = 3.0,
+    most_added: int = 12,
 ) -> tuple[list[BentVector], Tensor]:
     """Returns the parts of a mixture that has no large importance weights, and the logs of their shares.
 
     Args:
         heights: from points ``(points, *batch, numbers)`` to log densities in nats, of one data set.
         vectors: the first parts, one about each mode.
+        count: number of points of the first part.
+        large: importance weight, relative to the mean, about which a part is added.
+        most_added: number of parts that are added, at most; more of them, each with few of the draws, waste draws.
 
     Example:
         >>> heights = lambda x: torch.logaddexp(-x.square() / 2, -(x - 9.0).square() / 2).squeeze(-1)  # two modes
@@ -53,8 +54,8 @@ def adapted_mixture(
     """
     first = vectors[0]
     parts = [*vectors, *(each._replace(root=WIDE * each.root) for each in vectors)]
-    most = MOST_PARTS + len(parts)
-    counts = [POINTS] + [MORE_POINTS] * (len(parts) - 1)
+    most = most_added + len(parts)
+    counts = [count] + [RUN_POINTS] * (len(parts) - 1)
     points = torch.cat([_points(part, count) for part, count in zip(parts, counts)])
     height = heights(points)
     log_q = torch.stack([part.log_prob(points) for part in parts])
@@ -65,16 +66,16 @@ def adapted_mixture(
         weights = log_weights.softmax(0)
         shares = _fitted(shares, flat, weights)
         log_total = log_weights.logsumexp(0) - math.log(len(weights))
-        large = height.flatten() - _mixed(shares, flat) - log_total  # weights of the result
-        if float(large.max()) <= math.log(LARGE) or len(parts) >= most:
+        relative = height.flatten() - _mixed(shares, flat) - log_total  # log weights of the result
+        if float(relative.max()) <= math.log(large) or len(parts) >= most:
             return parts, shares.log()
-        part = _about(points, int(large.argmax()), weights, first)
-        more = _points(part, MORE_POINTS)
+        part = _about(points, int(relative.argmax()), weights, first)
+        more = _points(part, RUN_POINTS)
         points, height = torch.cat([points, more]), torch.cat([height, heights(more)])
         log_q = torch.cat([log_q, torch.stack([each.log_prob(more) for each in parts])], 1)
         log_q = torch.cat([log_q, part.log_prob(points)[None]])
         parts.append(part)
-        counts.append(MORE_POINTS)
+        counts.append(RUN_POINTS)
 
 
 class Modes(NamedTuple):
@@ -104,7 +105,7 @@ def modes_of(heights: Heights, slopes: Slopes, ends: Ascent) -> Modes:
         found, counts = _apart(heights, Ascent(*map(torch.stack, zip(*nearer))), counts)
     vectors = [unbent(each.place, root_of(each.inverse)) for each in found]
     masses = shares_of(heights, vectors).tolist() if vectors else []
-    counting = [k for k, mass in enumerate(masses) if mass > max(masses) - DEPTH]
+    counting = [k for k, mass in enumerate(masses) if mass > max(masses) - NEGLIGIBLE]
     singles = sum(counts[k] == 1 for k in counting) if len(counting) > 1 else 0
     lower = [max(masses) - masses[k] for k in counting]
     return Modes([vectors[k] for k in counting], lower, singles / max(1, sum(counts)))
@@ -126,7 +127,7 @@ def _apart(
     while len(left):
         best = ends.at(int(left[0]))
         between = heights((best.place + ends.place[left]) / 2).flatten()
-        is_same = between > height[left] - BETWEEN
+        is_same = between > height[left] - 1.0  # a valley is a nat deep at least
         is_same[0] = True
         found.append(best)
         led.append(int(each[left[is_same].cpu()].sum()))
@@ -147,9 +148,9 @@ def _mixed(shares: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _fitted(shares: Tensor, log_q: Tensor, weights: Tensor) -> Tensor:
-    """Returns shares that are nearer to the weighted points, by steps of expectation and maximization."""
+    """Returns shares that are nearer to the weighted points, by expectation maximization."""
     least = LEAST_SHARE * shares
-    for _ in range(STEPS):
+    for _ in range(20):  # most change within a few steps
         owned = (shares.log()[:, None] + log_q - _mixed(shares, log_q)).exp() @ weights
         shares = torch.maximum(owned, least)
         shares = shares / shares.sum()
@@ -158,10 +159,7 @@ def _fitted(shares: Tensor, log_q: Tensor, weights: Tensor) -> Tensor:
 
 def _points(vector: BentVector, count: int) -> Tensor:
     """Returns points of a vector, ``(count, *batch, numbers)``."""
-    numbers = vector.center.shape[-1]
-    normal = quasi_normal(count, numbers).to(vector.center)
-    normal = normal.reshape(count, *(1,) * (vector.center.dim() - 1), numbers)
-    return vector.at(normal.expand(count, *vector.center.shape))[0]
+    return vector.at_each(quasi_normal(count, vector.center.shape[-1]))[0]
 
 
 def _about(points: Tensor, index: int, weights: Tensor, first: BentVector) -> BentVector:
@@ -169,11 +167,11 @@ def _about(points: Tensor, index: int, weights: Tensor, first: BentVector) -> Be
     center = points[index]
     off = points - center
     whitened = torch.linalg.solve_triangular(first.root, off.unsqueeze(-1), upper=False)
-    nearest = whitened.flatten(1).square().sum(-1).topk(NEAR, largest=False).indices
+    near = RUN_POINTS // 2  # points that say how wide the density is there
+    nearest = whitened.flatten(1).square().sum(-1).topk(near, largest=False).indices
     share = (weights[nearest] + 1 / len(points)) / 2
     share = share / share.sum()
-    off = off[nearest].reshape(NEAR, -1)
-    covariance = (share * off.mT) @ off
-    covariance = covariance.reshape(first.root.shape)
+    off = off[nearest].flatten(1)
+    covariance = ((share * off.mT) @ off).reshape(first.root.shape)
     root, failed = torch.linalg.cholesky_ex(covariance)
     return unbent(center, first.root if bool((failed > 0).any()) else root)

@@ -163,8 +163,7 @@ def first_call(
         draws = program.prior_draws(FEWEST_DRAWS if is_derived else MANY_DRAWS)
     if lifted and not found.loops:
         prototype = _started(program, options, prototype)
-    moved = {name: {**prototype.nodes[name], **located(prototype.nodes[name])} for name in computed}
-    nodes = found.loops.messages({**prototype.nodes, **moved})
+    nodes = _shown(program, prototype)
     restless = _moved_by(random_layers, program, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
@@ -188,6 +187,13 @@ def first_call(
         passing=passing,
         unread=passing.union(name for name in moving if not stacks[name]),
     )
+
+
+def _shown(program: Program, prototype: poutine.Trace) -> Sites:
+    """Returns the sites of the prototype as runs of the program show them."""
+    nodes = dict(prototype.nodes)
+    nodes.update({name: {**nodes[name], **located(nodes[name])} for name in program.computed})
+    return program.loops.messages(nodes)
 
 
 def _has_steps(nodes: Sites, learned: bool) -> bool:

@@ -15,7 +15,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.collapsed import Collapsed, LatentVector
+from pyro_nami.deriving.collapsed import Collapsed
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import (
     MAX_ERROR,
@@ -26,6 +26,7 @@ from pyro_nami.deriving.expansion import (
 )
 from pyro_nami.deriving.grid_search import Box
 from pyro_nami.deriving.grids import MOST_ON_GRID, SIZE, points_of
+from pyro_nami.deriving.latent_vector import LatentVector
 from pyro_nami.deriving.marginal_quadrature import Marginal
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.factors.wrappers import innermost
@@ -353,6 +354,8 @@ class _Joint:
             raise ValueError(f"draws of {quoted(group.members)} from their priors are not finite")
         unit = points.std(0).clamp(min=torch.finfo(points.dtype).eps ** 0.5)
         batch = self.batch
+        # of starts, where each run takes long; four find four of sixteen modes
+        few: dict[str, Any] = {"searches": 4} if iterates else {}
         return Collapsed(
             group,
             LatentVector(layouts, plates, like),
@@ -362,6 +365,7 @@ class _Joint:
             is_proper=not any(is_improper(sites[name]["fn"]) for name in layouts),
             weighs=all(group.is_exact for group in others),
             at_once=rows_in_memory(self.rows()),
+            **few,
         )
 
     def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:

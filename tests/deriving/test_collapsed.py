@@ -16,8 +16,9 @@ from torch.distributions import constraints
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.deriving import collapsed
-from pyro_nami.deriving.collapsed import Collapsed, LatentVector
+from pyro_nami.deriving.collapsed import Collapsed
 from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.latent_vector import LatentVector
 from pyro_nami.factors.layout import UnconstrainedLayout
 from pyro_nami.guide import first_latents
 
@@ -90,7 +91,7 @@ def test_conditionals_in_turn_have_the_density_of_their_draws():
     total, before = 0.0, {}
     for name, value in values.items():
         normal = conditionals.conditional(name, before)
-        layout = conditionals._coordinates.layouts[name]
+        layout = conditionals._density.coordinates.layouts[name]
         elements = layout.elements(value)
         own = normal.log_prob(elements).sum(-1)
         log_abs_det = layout.log_abs_det(elements, value)
