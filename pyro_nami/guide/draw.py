@@ -36,14 +36,13 @@ from pyro_nami.guide.derivation import derive, valid_at
 from pyro_nami.guide.innovations import Innovations
 from pyro_nami.guide.one_pass import Outside, Pass, Term, log_density_of_terms
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
-from pyro_nami.guide.rules import LearnedStates, Prior, Rule
+from pyro_nami.guide.rules import Further, LearnedStates, Prior, Rule
 from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.isolation import constant_parameters, forked_rng
 from pyro_nami.program.plate_dims import outer_sizes
 from pyro_nami.program.runner import Message, Runner, Sites, Values
-from pyro_nami.program.series_sites import SeriesSites
 
 __all__ = [
     "densities",
@@ -121,7 +120,12 @@ def draw_fresh(current: Pass) -> dict[str, Tensor]:
     if not target.fresh:
         return {}
     names = current.plan.loops.names_of(target.fresh)
-    rules = {name: Prior(name) for name in names}
+    rules: dict[str, Rule] = {name: Prior(name) for name in names}
+    for name, series in current.plan.loops.series.items():
+        if name in target.fresh:
+            (site,) = series.sites
+            states: Any = current.plan.rules[name].distribution(current, torch.Size(), None)
+            rules[site] = Further(site, trained=Innovations(states, series))
     outside = replace(current.outside, private=frozenset(), values={})
     follow = Pass(current.plan, target.call, current.state, derive, rules, {}, outside)
     follow.values = {
@@ -307,7 +311,7 @@ def _draw_states(current: Pass, name: str, site: Message) -> None:
     """Draws the states of a loop one after another, each at its own site; the innovations of a series at theirs."""
     held = current.plan.loops.states[name]
     fn: Any = current.rules[name].distribution(current, plate_shape(site), None)
-    if isinstance(held, SeriesSites):
+    if name in current.plan.loops.series:
         innovations = Innovations(fn, held)
         with _At({**site, "mask": None, "scale": current.scale(site)}):
             value = pyro.sample(held.sites[0], current.outside.see(innovations))

@@ -156,9 +156,7 @@ def first_call(
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
         found = _extracted(program, options, nodes, lifted, learned)
-        _warn_of_residuals(found.computed, options)
-        computed = found.computed if options.mode in (None, Mode.FIXED) else frozenset()
-        program = program._replace(loops=found.loops, computed=computed)
+        program = program._replace(loops=found.loops, computed=_computed(found, options))
         is_derived = found.loops and not found.loops.is_learned
         draws = program.prior_draws(FEWEST_DRAWS if is_derived else MANY_DRAWS)
     if lifted and not found.loops:
@@ -171,7 +169,7 @@ def first_call(
     stacks = {name: frames_of(nodes[name]) for name in net.sites if name in nodes}
     passing = frozenset(name for name in stacks if is_passing(nodes[name]))
     _check_passing(nodes, passing)
-    plates = _plates(stacks.values(), net, {*subsampled, *subsamples(nodes)})
+    plates = _plates(_stacks(nodes, stacks), net, {*subsampled, *subsamples(nodes)})
     moving = _moving(options, net, stacks, found.loops)
     of_data = [_outermost(stacks[name], plates, options.along) for name in moving]
     return FirstCall(
@@ -191,7 +189,7 @@ def first_call(
 
 def _shown(program: Program, prototype: poutine.Trace) -> Sites:
     """Returns the sites of the prototype as runs of the program show them."""
-    nodes = dict(prototype.nodes)
+    nodes: dict[str, Any] = dict(prototype.nodes)
     nodes.update({name: {**nodes[name], **located(nodes[name])} for name in program.computed})
     return program.loops.messages(nodes)
 
@@ -201,15 +199,23 @@ def _has_steps(nodes: Sites, learned: bool) -> bool:
     return has_loop(nodes, learned) or not learned and has_series(nodes)
 
 
-def _warn_of_residuals(computed: Collection[str], options: Options) -> None:
-    """Warns that simulations say nothing of data that the model computes from latents."""
-    if computed and options.simulated:
-        name = min(computed)
+def _computed(found: Extraction, options: Options) -> frozenset[str]:
+    """Returns the sites whose data are to be shown as zeros; warns where simulations say nothing of the latents."""
+    if found.computed and options.simulated:
         warn(
-            f"The model computes the data of '{name}' from its latents, as in `obs=y - z`. Simulations draw these data "
-            "as they are, so training on them tells nothing of the latents. Observe `y` itself, at a location that the "
-            "latents move."
+            f"The model computes the data of '{min(found.computed)}' from its latents, as in `obs=y - z`. Simulations "
+            "draw these data as they are, so training on them tells nothing of the latents. Observe `y` itself, at a "
+            "location that the latents move."
         )
+    return found.computed if options.mode in (None, Mode.FIXED) else frozenset()
+
+
+def _stacks(nodes: Sites, names: Collection[str]) -> list[list]:
+    """Returns the frames of the vectorized plates around each site, of a series around its innovations."""
+    return [
+        frames_of({"cond_indep_stack": nodes[name].get("stack", nodes[name]["cond_indep_stack"])})
+        for name in names
+    ]
 
 
 def _started(program: Program, options: Options, first: poutine.Trace) -> poutine.Trace:

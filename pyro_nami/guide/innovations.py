@@ -1,4 +1,4 @@
-"""`Innovations`: the distribution of a series' innovations, given that of its states."""
+"""`Innovations`: the distribution of a series' innovations, given that of its states, and of more or fewer steps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
+from torch.nn.functional import pad
 
 from pyro_nami.factors.markov_normal import MarkovNormal
-from pyro_nami.program.series_sites import SeriesSites, in_place
+from pyro_nami.factors.wrappers import innermost
+from pyro_nami.program.series_sites import SeriesSites, along_steps, in_place
 
-__all__ = ["Innovations"]
+__all__ = ["Continued", "Innovations"]
 
 
 class Innovations(TorchDistribution):
@@ -51,5 +53,52 @@ class Innovations(TorchDistribution):
         return self.series.split(self.states.rsample(sample_shape))[0]
 
     def log_prob(self, value: Tensor) -> Tensor:
-        each = self.states.log_probs(self.series.joined([value]))
+        each = self.log_probs(along_steps(value, self.series.dim))
         return in_place(each, self.series.dim) if self.series.dim else each.sum(-1)
+
+    def log_probs(self, steps: Tensor) -> Tensor:
+        """Returns the log density of each step's innovation given those before it, both ``(*batch, steps)``."""
+        return self.states.log_probs(self.series.sums(steps))
+
+
+class Continued(TorchDistribution):
+    """Innovations of a series with more steps than in training, or fewer: those of further steps are the prior's.
+
+    Args:
+        trained: the distribution of the innovations of training.
+        prior: of the innovations of this series.
+    """
+
+    arg_constraints: dict[str, Any] = {}
+    has_rsample = True
+
+    def __init__(self, trained: Innovations, prior: Any) -> None:
+        self.trained, self.prior = trained, prior
+        self._dim = trained.series.dim
+        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:
+        return self.prior.support
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Continued:
+        return Continued(self.trained, self.prior.expand(batch_shape))
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        further = along_steps(self.prior.rsample(sample_shape), self._dim)
+        known = along_steps(self.trained.rsample(sample_shape), self._dim)
+        batch = torch.broadcast_shapes(known.shape[:-1], further.shape[:-1])
+        length, count = further.shape[-1], known.shape[-1]
+        known, further = (each.expand(batch + each.shape[-1:]) for each in (known, further))
+        steps = torch.cat((known[..., :length], further[..., count:]), -1)
+        return in_place(steps, self._dim)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        steps = along_steps(value, self._dim)
+        length, count = steps.shape[-1], self.trained.series.length
+        known = self.trained.log_probs(pad(steps[..., :count], (0, max(0, count - length))))
+        further = along_steps(innermost(self.prior).log_prob(value), self._dim)
+        batch = torch.broadcast_shapes(known.shape[:-1], further.shape[:-1])
+        known, further = (each.expand(batch + each.shape[-1:]) for each in (known, further))
+        each = torch.cat((known[..., :length], further[..., count:]), -1)
+        return in_place(each, self._dim) if self._dim else each.sum(-1)

@@ -17,7 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_nami.guide.arguments import Cache, Look, Looks
-from pyro_nami.guide.call import Call
+from pyro_nami.guide.call import Call, reference_values
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.maps import MapReader
 from pyro_nami.guide.plan import Plan, missing_site, new_site
@@ -163,6 +163,8 @@ def _from_run(call: Call, plan: Plan) -> Call:
     latents = {
         name: value for name, value in plan.initial.items() if name not in plan.semi_observed
     }
+    # whose number of steps may be another
+    latents |= {name: reference_values(plan)[name] for name in plan.loops.series}
     # a choice of instances is the user's
     with torch.no_grad(), nullcontext() if shown else forked_rng():
         if plan.series is None:

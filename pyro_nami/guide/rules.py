@@ -28,6 +28,7 @@ from pyro_nami.factors.joint_normal import JointNormal, joint_normal
 from pyro_nami.factors.links import relative_scale
 from pyro_nami.factors.normals import Coupling
 from pyro_nami.factors.potentials import NormalPotential, tilted
+from pyro_nami.guide.innovations import Continued, Innovations
 from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.guide.series import SeriesPlan, messages_of
 from pyro_nami.parameters.additions import expert
@@ -123,6 +124,16 @@ class Prior(Rule):
 
     def log_prob(self, current: Pass, value: Tensor, site: Message) -> Tensor:
         return self.masked(site["fn"].log_prob(value), site)
+
+
+@dataclass(frozen=True)
+class Further(Prior):
+    """Innovations of a series with more steps than in training, or fewer; see `Continued`."""
+
+    trained: Innovations = None  # type: ignore[assignment]
+
+    def distribution(self, current: Pass, batch_shape: torch.Size, prior: Any) -> TorchDistribution:
+        return Continued(self.trained, prior)
 
 
 @dataclass(frozen=True)

@@ -245,8 +245,12 @@ class Loops(NamedTuple):
     @property
     def rows(self) -> dict[str, int]:
         """Observed site -> the dim along which its rows read the states of a series, one step after another."""
-        series = [held for held in self.parts if isinstance(held, SeriesSites)]
-        return {name: dim for held in series for name, dim in held.rows}
+        return {name: dim for held in self.series.values() for name, dim in held.rows}
+
+    @property
+    def series(self) -> dict[str, SeriesSites]:
+        """Name -> innovations of a series, as its states."""
+        return {held.name: held for held in self.parts if isinstance(held, SeriesSites)}
 
     @property
     def is_learned(self) -> bool:

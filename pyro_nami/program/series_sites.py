@@ -88,7 +88,7 @@ class SeriesSites:
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Returns the states, given the innovations."""
         (value,) = values
-        return self._sums(along_steps(value, self.dim))
+        return self.sums(along_steps(value, self.dim))
 
     def message(self, sites: Sequence[Any]) -> dict[str, Any]:
         """Returns the message of the states, given that of the site in a run.
@@ -106,7 +106,7 @@ class SeriesSites:
         shape = site["fn"].shape()
         innovations = along_steps(site["value"], self.dim)
         loc, scale = (along_steps(each.expand(shape), self.dim) for each in (base.loc, base.scale))
-        states = self._sums(innovations)
+        states = self.sums(innovations)
         fn = dist.Normal(loc + states - innovations, scale, validate_args=False).to_event(1)
         stack = site["cond_indep_stack"]
         return {
@@ -119,7 +119,8 @@ class SeriesSites:
             "stack": stack,
         }
 
-    def _sums(self, value: Tensor) -> Tensor:
+    def sums(self, value: Tensor) -> Tensor:
+        """Returns the states, given the innovations with the steps last."""
         for _ in range(self.order):
             value = value.cumsum(-1)
         return value

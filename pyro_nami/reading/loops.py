@@ -24,7 +24,6 @@ from pyro_nami.program.loops import NO_LOOPS, Loops, LoopSites, family_of, step_
 from pyro_nami.program.masks import is_masked, log_density_of
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.runner import Message, Sites
-from pyro_nami.program.series_sites import SeriesSites
 from pyro_nami.program.site_values import num_values
 
 __all__ = ["find_loops", "has_loop", "loop_families", "with_loops"]
@@ -197,7 +196,7 @@ def with_loops(net: BayesNet, loops: Loops) -> BayesNet:
         ValueError: states are read before the loop ends, by a latent that later ones depend on.
     """
     of: dict[Any, str] = dict(loops.wholes)
-    series = {held.name: held.order for held in loops.parts if isinstance(held, SeriesSites)}
+    series = {name: held.order for name, held in loops.series.items()}
     lags = series or _lags(loops, net)
     sites: dict[Any, Site] = {}
     for name, site in net.sites.items():
