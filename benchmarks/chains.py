@@ -1,7 +1,8 @@
 """Loops of any length: first calls, steps and evidence of `AutoNaMIGuide` at 100, 400 and 1,600 time steps.
 
 Five models, each a plain loop over time with unknown parameters: a local level, counts with a log link, stochastic
-volatility, a level with a trend and gaps in the data, and a hidden Markov model with two states. Columns:
+volatility, a level with a trend and gaps in the data, and a hidden Markov model with two states; and the local level
+without a loop, as innovations in a plate that are summed up. Columns:
 
 - CPU seconds of the first call, and runs of the model that it makes;
 - CPU milliseconds of an SVI step (one particle), and its ratio to `AutoNormal`'s, in turn in one process;
@@ -96,6 +97,15 @@ def states(y: Tensor) -> None:
         pyro.sample(f"y_{t}", dist.Normal(loc, 1.0), obs=y[t])
 
 
+def sums(y: Tensor) -> None:
+    """A local level, as sums of innovations in a plate; data ``(T,)``."""
+    step = pyro.sample("step", dist.HalfNormal(1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(1.0))
+    with pyro.plate("time", len(y)):
+        e = pyro.sample("e", dist.Normal(0.0, step))
+        pyro.sample("y", dist.Normal(e.cumsum(-1), noise), obs=y)
+
+
 def data_of(model: Callable, length: int) -> Tensor:
     """Returns data like the model's, ``(T,)``."""
     torch.manual_seed(0)
@@ -107,6 +117,7 @@ def data_of(model: Callable, length: int) -> Tensor:
         volatility: (walk / 6).exp() * noise,
         trend: walk + 0.5 * noise,
         states: walk.sign() + noise,
+        sums: walk + 0.5 * noise,
     }
     return made[model]
 
@@ -121,7 +132,7 @@ def filtered(model: Callable, y: Tensor, at: dict[str, Tensor]) -> float | None:
             total = (total[:, None] + turns).logsumexp(0) if t else total
             total = total + dist.Normal(at["means"].double(), 1.0).log_prob(value)
         return float(total.logsumexp(0))
-    if model not in (level, trend):
+    if model not in (level, trend, sums):
         return None
     # the Kalman filter, with a slope of zero where there is none
     noise, step = at["noise"].double(), at["step"].double()
@@ -132,7 +143,7 @@ def filtered(model: Callable, y: Tensor, at: dict[str, Tensor]) -> float | None:
     total = torch.zeros(()).double()
     for t, value in enumerate(y.double()):
         mean, cov = move @ mean, move @ cov @ move.T + both
-        if model is level or t % 3:
+        if model is not trend or t % 3:
             variance = cov[0, 0] + noise**2
             total = total + dist.Normal(mean[0], variance.sqrt()).log_prob(value)
             gain = cov[:, 0] / variance
@@ -149,14 +160,14 @@ def evidence_gap(model: Callable, guide: AutoNaMIGuide, y: Tensor) -> float | No
         drawn.compute_log_prob()
         joint.compute_log_prob()
         told, at = 0.0, {}
-        samples = [name for name, site in joint.nodes.items() if site["type"] == "sample"]
+        samples = joint.stochastic_nodes + joint.observation_nodes
         for name in samples:
-            if not name.split("_")[-1].isdigit():
+            if not name.split("_")[-1].isdigit() and name not in ("e", "y"):
                 at[name] = drawn.nodes[name]["value"].detach()
                 continue
-            told += float(joint.nodes[name]["log_prob_sum"].double())
+            told += float(joint.nodes[name]["log_prob_sum"].detach())
             if name in drawn.nodes:
-                told -= float(drawn.nodes[name]["log_prob_sum"].double())
+                told -= float(drawn.nodes[name]["log_prob_sum"].detach())
         known = filtered(model, y, at)
         if known is None:
             return None
@@ -218,8 +229,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     print("model       steps  first call   runs      step  AutoNormal's  weights  evidence off")
-    for model in (level, counts, volatility, trend, states):
-        for length in (12,) if args.smoke else LENGTHS:
+    for model in (level, counts, volatility, trend, states, sums):
+        for length in (40,) if args.smoke else LENGTHS:
             row = measured(model, length)
             rows.append(row)
             ratio = " " * 12 if row["ratio"] is None else f"{row['ratio']:10.2f} x"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
@@ -418,6 +419,6 @@ def _positive(curvature: Banded) -> Banded:
 
 def _hermite(like: Tensor) -> tuple[Tensor, Tensor]:
     """Returns points and weights, ``(points, 1, ...)``, of a standard Normal by Gauss-Hermite quadrature."""
-    found = torch.as_tensor(hermegauss(NEAREST_POINTS)).to(like)
+    found = torch.as_tensor(numpy.stack(hermegauss(NEAREST_POINTS))).to(like)
     points, weights = found.reshape(2, -1, *(1,) * like.dim())
     return points, weights / weights.sum()

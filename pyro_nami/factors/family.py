@@ -47,7 +47,8 @@ class Family(ABC):
         >>> class Laplace(Family):
         ...     num_params = 2
         ...     def initial(self, value, scale, anchor=None):
-        ...         return torch.stack((self.layout.elements(value), torch.full((1,), scale).log()), -1)
+        ...         loc = self.layout.elements(value)
+        ...         return torch.stack((loc, torch.as_tensor(scale).log().expand(loc.shape)), -1)
         ...     def elements(self, params, anchor=None):
         ...         return torch.distributions.Laplace(params[..., 0], params[..., 1].exp())
         >>> family = Laplace("z", torch.distributions.Normal(0.0, 1.0), torch.tensor(3.0))

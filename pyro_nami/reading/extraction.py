@@ -50,7 +50,7 @@ class Extraction(NamedTuple):
         hidden_randomness: the sites that differ between runs at equal values of all sites.
         index_maps: for plates (q, p), nested raggedly, the instance of p to which each instance of q belongs,
             ``(size_q,)``: as sites read it, without what follows from two of them.
-        map_plans: how to find these maps in other calls, for those that the caller did not give.
+        map_plans: how to find these maps in other calls.
         loops: the loops of the model, if they were asked for; the network has them as one site each.
         computed: the observed sites whose data are computed from latents, as in ``obs=y - z``.
     """
