@@ -33,6 +33,7 @@ from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.optim import ClippedAdam
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 import pyro_nami
@@ -160,7 +161,8 @@ def evidence_gap(model: Callable, guide: AutoNaMIGuide, y: Tensor) -> float | No
         drawn.compute_log_prob()
         joint.compute_log_prob()
         told, at = 0.0, {}
-        samples = joint.stochastic_nodes + joint.observation_nodes
+        sites = [site for site in joint.nodes.values() if site["type"] == "sample"]
+        samples = [site["name"] for site in sites if not site_is_subsample(site)]
         for name in samples:
             if not name.split("_")[-1].isdigit() and name not in ("e", "y"):
                 at[name] = drawn.nodes[name]["value"].detach()
