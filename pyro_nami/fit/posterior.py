@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,11 +36,11 @@ DERIVED = {"exact", "quadrature", "prior"}  # rules of conditionals in closed fo
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Posterior(WeightedSamples):
+class Posterior(WeightedSamples, Mapping[str, Tensor]):
     """The posterior of a model given data: weighted draws, and a verdict on them.
 
-    `fit` and `amortize` return it. Draws from the guide have importance weights; `posterior["site"]` are draws of equal
-    weight. Estimates and their errors are those of `WeightedSamples`.
+    `fit` and `amortize` return it. Draws from the guide have importance weights; as a mapping, it holds draws of equal
+    weight: `posterior["site"]`, `dict(posterior)`. Estimates and their errors are those of `WeightedSamples`.
 
     Args:
         samples, log_weights, plates, pool: as for `WeightedSamples`.
@@ -74,6 +74,12 @@ class Posterior(WeightedSamples):
         if site not in self.samples:
             raise KeyError(f"Expected one of the sites {quoted(self.samples)}; got {site!r}.")
         return self.draws[site]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
 
     def sample(self, num: int = 1) -> dict[str, Tensor]:
         """Returns draws of equal weight, ``(num, *data sets, *site shape)``, by resampling those that are held."""

@@ -156,6 +156,11 @@ class Proposal:
     @classmethod
     def of(cls, target: Target, observations: Mapping[str, Any]) -> Proposal:
         """Returns the proposal of a target, on observed values; raises where guide and model do not fit."""
+        if not isinstance(observations, Mapping):
+            raise TypeError(
+                f"Expected data as a mapping from observed sites to values; got a {type(observations).__name__}. "
+                "Pass {'site': value}."
+            )
         if observations:
             target, _ = target.observing(observations)
         single = _weighed(target, target.one())

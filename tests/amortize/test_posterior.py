@@ -233,6 +233,12 @@ def test_data_outside_of_simulations_are_told_and_annealed_from_the_prior():
         posterior({"y": y[2].float()}, num_temperatures=2)
 
 
+def test_data_without_a_name_are_refused():
+    posterior = amortize(folded, observed=["x"], simulations=200, steps=20, progress=False)
+    with pytest.raises(TypeError, match="a mapping from observed sites to values; got a Tensor"):
+        posterior(torch.tensor(1.0))
+
+
 def test_posteriors_at_other_arguments_take_data_of_other_shapes():
     posterior = amortize(scaled, 15, observed=["y"], simulations=500, steps=100, progress=False)
     y = torch.randn(45)

@@ -36,6 +36,13 @@ def posterior():
     return fit(normal_model, 4, Y, seed=0, progress=False)
 
 
+def test_it_is_a_mapping(posterior):
+    assert list(posterior) == ["mean"]
+    assert "other" not in posterior
+    (draws,) = dict(posterior).values()
+    torch.testing.assert_close(draws, posterior["mean"])
+
+
 def test_log_prob_is_the_normalized_density(posterior):
     mean = torch.linspace(-2, 4, 50)
     expected = dist.Normal(MEAN, SD).log_prob(mean)
