@@ -319,7 +319,7 @@ class LoopStates(Expansion):
         for name in (*filter(sites.__contains__, self.group.children), self.first):
             site = sites[name]
             # one of a loop as a whole, whose rows are those of its steps
-            if "part" in site or site.get("along") == 0:
+            if "part" in site or site.get("along", (None,))[0] == 0:
                 site = {**site, "fn": base_of(site["fn"])}
             each = site["fn"].log_prob(site["value"])
             if "along" in site and site["mask"] is not None:
@@ -329,7 +329,7 @@ class LoopStates(Expansion):
 
     def by_step(self, site: Message, rows: Tensor) -> Tensor:
         """Returns numbers for the rows of a site with the steps of the states last."""
-        return along_steps(rows, site.get("along", 0))
+        return along_steps(rows, *site.get("along", ()) or (0,))
 
     def reads(self, site: Message) -> Sequence[int] | slice | None:
         """Returns which elements of the states rows read, one each; None where they read several, or share one."""

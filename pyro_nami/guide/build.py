@@ -98,6 +98,11 @@ def assemble(
             first, is_series = site_by_site(), False
             found = _found(first)
         assert found is not None
+        if first.program.loops.series and _num_underived(found)[0]:
+            # innovations in one block with what is left to learn, if that leaves less
+            whole = _found(site_by_site())
+            if whole is not None and _num_underived(whole) < _num_underived(found):
+                first, found = site_by_site(), whole
         if is_series:
             return found
         mapped = first.mapped() if found.plan.sampling.lost else None

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from pyro_nami.factors.markov_normal import MarkovNormal
 from pyro_nami.factors.wrappers import innermost
-from pyro_nami.program.series_sites import SeriesSites, along_steps, in_place
+from pyro_nami.program.series_sites import SeriesSites
 
 __all__ = ["Continued", "Innovations"]
 
@@ -30,7 +30,7 @@ class Innovations(TorchDistribution):
 
     def __init__(self, states: MarkovNormal, series: SeriesSites) -> None:
         self.states, self.series = states, series
-        shape = in_place(states.mean, series.dim).shape
+        shape = series.in_place(states.mean).shape
         event_dim = len(series.events[0])
         cut = len(shape) - event_dim
         super().__init__(shape[:cut], shape[cut:], validate_args=False)
@@ -53,8 +53,14 @@ class Innovations(TorchDistribution):
         return self.series.split(self.states.rsample(sample_shape))[0]
 
     def log_prob(self, value: Tensor) -> Tensor:
-        each = self.log_probs(along_steps(value, self.series.dim))
-        return in_place(each, self.series.dim) if self.series.dim else each.sum(-1)
+        return self.at_site(self.log_probs(self.series.along(value)))
+
+    def at_site(self, each: Tensor) -> Tensor:
+        """Returns the log density of the site, given that of each step."""
+        if not self.series.dim:
+            return each.sum(-1)
+        found = self.series.in_place(each)
+        return found.reshape(found.shape[: found.dim() - self.series.ones])
 
     def log_probs(self, steps: Tensor) -> Tensor:
         """Returns the log density of each step's innovation given those before it, both ``(*batch, steps)``."""
@@ -74,7 +80,6 @@ class Continued(TorchDistribution):
 
     def __init__(self, trained: Innovations, prior: Any) -> None:
         self.trained, self.prior = trained, prior
-        self._dim = trained.series.dim
         super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
 
     @property
@@ -85,20 +90,23 @@ class Continued(TorchDistribution):
         return Continued(self.trained, self.prior.expand(batch_shape))
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        further = along_steps(self.prior.rsample(sample_shape), self._dim)
-        known = along_steps(self.trained.rsample(sample_shape), self._dim)
+        further = self._along(self.prior.rsample(sample_shape))
+        known = self._along(self.trained.rsample(sample_shape))
         batch = torch.broadcast_shapes(known.shape[:-1], further.shape[:-1])
         length, count = further.shape[-1], known.shape[-1]
         known, further = (each.expand(batch + each.shape[-1:]) for each in (known, further))
         steps = torch.cat((known[..., :length], further[..., count:]), -1)
-        return in_place(steps, self._dim)
+        return self.trained.series.in_place(steps)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        steps = along_steps(value, self._dim)
+        steps = self._along(value)
         length, count = steps.shape[-1], self.trained.series.length
         known = self.trained.log_probs(pad(steps[..., :count], (0, max(0, count - length))))
-        further = along_steps(innermost(self.prior).log_prob(value), self._dim)
+        further = self._along(innermost(self.prior).log_prob(value))
         batch = torch.broadcast_shapes(known.shape[:-1], further.shape[:-1])
         known, further = (each.expand(batch + each.shape[-1:]) for each in (known, further))
         each = torch.cat((known[..., :length], further[..., count:]), -1)
-        return in_place(each, self._dim) if self._dim else each.sum(-1)
+        return self.trained.at_site(each)
+
+    def _along(self, value: Tensor) -> Tensor:
+        return self.trained.series.along(value)

@@ -34,6 +34,10 @@ __all__ = ["CallReader", "has_first_sizes"]
 
 # the node of all of them, where data are made of parameters
 _ARGUMENTS = ("arguments of the model",)
+_FAILS = (
+    "The model fails at the arguments of this call, with {}: {} The guide draws all latents as in training, and at the "
+    "sizes they had there."
+)
 NOT_SAVED = "A loaded guide has the data of its training only if it was saved with save_data=True"
 
 
@@ -313,7 +317,11 @@ class CallReader:
         """Returns how a call differs from the one that answers it; cached while the arguments stay the same."""
 
         def found() -> TrainedAnswer:
-            before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
+            before = answer.sites or sites_of(answer, self.plan)
+            try:
+                now = call.sites or sites_of(call, self.plan)
+            except Exception as error:  # noqa: BLE001  whatever a model does without handlers that it relies on
+                return TrainedAnswer(call, notice=_FAILS.format(type(error).__name__, error))
             return target_of(call, before, now, self.plan)
 
         return self.cache.get("target", [*call.leaves, answer.values], found)

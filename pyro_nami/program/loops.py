@@ -243,9 +243,9 @@ class Loops(NamedTuple):
         return {held.name: held for held in self.parts if not held.is_observed}
 
     @property
-    def rows(self) -> dict[str, int]:
-        """Observed site -> the dim along which its rows read the states of a series, one step after another."""
-        return {name: dim for held in self.series.values() for name, dim in held.rows}
+    def rows(self) -> dict[str, tuple[int, int]]:
+        """The observed sites whose rows read the states of a series one by one; see `SeriesSites`."""
+        return {name: along for held in self.series.values() for name, along in held.rows}
 
     @property
     def series(self) -> dict[str, SeriesSites]:
@@ -322,9 +322,9 @@ class Loops(NamedTuple):
             elif held.name not in found and (is_whole or sites.keys() >= set(held.sites)):
                 part = held.within(sites.keys())
                 found[held.name] = part.message([sites[each] for each in part.sites])
-        for name, dim in self.rows.items():
+        for name, along in self.rows.items():
             if name in found:
-                found[name] = {**found[name], "along": dim}
+                found[name] = {**found[name], "along": along}
         return found
 
     def prepare(self, runner: Runner) -> None:

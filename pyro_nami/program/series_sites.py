@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.masks import is_masked
 
-__all__ = ["SeriesSites", "along_steps", "in_place"]
+__all__ = ["SeriesSites", "along_steps"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,11 @@ class SeriesSites:
         sites: the one site of the innovations.
         length: number of steps.
         dim: of the plate that the steps lie along; 0 if they lie along the event.
+        ones: number of event dims of size 1 on the right.
         order: how many times innovations are summed up, from the first step on, to give the states.
         span: among how many states in a row those lie that a row of data reads.
-        rows: observed site -> the dim along which its rows follow the steps.
+        rows: observed sites whose rows follow the steps, each with such a dim, and such a number for what is left of
+            its log density in rows.
     """
 
     name: str
@@ -39,8 +41,9 @@ class SeriesSites:
     length: int
     dim: int
     order: int
+    ones: int = 0
     span: int = 1
-    rows: tuple[tuple[str, int], ...] = ()
+    rows: tuple[tuple[str, tuple[int, int]], ...] = ()
 
     is_observed: ClassVar[bool] = False
     values: ClassVar[int] = 0
@@ -64,7 +67,8 @@ class SeriesSites:
     @property
     def events(self) -> tuple[torch.Size]:
         """Event shape of the site."""
-        return (torch.Size(() if self.dim else (self.length,)),)
+        steps = () if self.dim else (self.length,)
+        return (torch.Size((*steps, *(1,) * self.ones)),)
 
     def within(self, names: Collection[str]) -> SeriesSites:
         """Returns the series, which every call has all of."""
@@ -77,18 +81,18 @@ class SeriesSites:
     def zeros(self, fn: Any) -> Tensor:
         """Returns states of zeros, given the distribution of the site."""
         base: Any = innermost(fn)
-        return along_steps(base.loc.new_zeros(fn.shape()), self.dim)
+        return self.along(base.loc.new_zeros(fn.shape()))
 
     def split(self, value: Tensor) -> tuple[Tensor]:
         """Returns the innovations, given the states."""
         for _ in range(self.order):
             value = torch.cat((value[..., :1], value.diff(dim=-1)), -1)
-        return (in_place(value, self.dim),)
+        return (self.in_place(value),)
 
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Returns the states, given the innovations."""
         (value,) = values
-        return self.sums(along_steps(value, self.dim))
+        return self.sums(self.along(value))
 
     def message(self, sites: Sequence[Any]) -> dict[str, Any]:
         """Returns the message of the states, given that of the site in a run.
@@ -104,8 +108,8 @@ class SeriesSites:
                 "the guide, which read it as innovations of a series. Make a new guide for another model."
             )
         shape = site["fn"].shape()
-        innovations = along_steps(site["value"], self.dim)
-        loc, scale = (along_steps(each.expand(shape), self.dim) for each in (base.loc, base.scale))
+        innovations = self.along(site["value"])
+        loc, scale = (self.along(each.expand(shape)) for each in (base.loc, base.scale))
         states = self.sums(innovations)
         fn = dist.Normal(loc + states - innovations, scale, validate_args=False).to_event(1)
         stack = site["cond_indep_stack"]
@@ -119,6 +123,18 @@ class SeriesSites:
             "stack": stack,
         }
 
+    def along(self, value: Tensor) -> Tensor:
+        """Returns the site's values with the steps last."""
+        return along_steps(value, self.dim, self.ones)
+
+    def in_place(self, value: Tensor) -> Tensor:
+        """Returns values that have the steps last as the site has them."""
+        if self.dim:
+            missing = max(0, 1 - self.dim - value.dim())
+            value = value.reshape((1,) * missing + value.shape)
+            value = value.transpose(self.dim - 1, -1).squeeze(-1)
+        return value.reshape(value.shape + (1,) * self.ones)
+
     def sums(self, value: Tensor) -> Tensor:
         """Returns the states, given the innovations with the steps last."""
         for _ in range(self.order):
@@ -126,14 +142,13 @@ class SeriesSites:
         return value
 
 
-def along_steps(value: Tensor, dim: int) -> Tensor:
-    """Returns values with the steps last, in place of whose plate dim there is one of size 1; dim 0: they are last."""
+def along_steps(value: Tensor, dim: int, ones: int = 0) -> Tensor:
+    """Returns values with the steps last, in place of whose plate dim there is one of size 1.
+
+    Args:
+        value: the values.
+        dim: of the plate; 0 where the steps are an event dim.
+        ones: number of dims of size 1 on the right, which are left out.
+    """
+    value = value.reshape(value.shape[: value.dim() - ones])
     return value.unsqueeze(-1).transpose(dim - 1, -1) if dim else value
-
-
-def in_place(value: Tensor, dim: int) -> Tensor:
-    """Returns values with the steps in the dim of their plate; the inverse of `along_steps`."""
-    if not dim:
-        return value
-    missing = max(0, 1 - dim - value.dim())
-    return value.reshape((1,) * missing + value.shape).transpose(dim - 1, -1).squeeze(-1)

@@ -15,7 +15,7 @@ from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.loops import NO_LOOPS, Loops
 from pyro_nami.program.masks import is_masked
 from pyro_nami.program.plate_dims import frames_of
-from pyro_nami.program.runner import Message, Sites
+from pyro_nami.program.runner import Message, Sites, is_fixed
 from pyro_nami.program.series_sites import SeriesSites, along_steps
 from pyro_nami.reading.loops import MOST_WIDTH
 from pyro_nami.reading.probe import Probe
@@ -46,21 +46,21 @@ def find_series(probe: Probe, parents: Mapping[str, Collection[str]]) -> Loops:
         return NO_LOOPS
     ((name, length),) = found.items()
     is_tied = any(name in parents[latent] for latent in probe.latent)
-    dims = {
-        data: _dim_of_steps(sites[data], length)
-        for data in sites
-        if data in probe.observed and name in parents[data]
-    }
-    rows = {data: dim for data, dim in dims.items() if dim is not None}
-    if is_tied or not rows or len(rows) < len(dims):
+    read = [data for data in sites if data in probe.observed and name in parents[data]]
+    steps = {data: _steps_of(sites[data], length) for data in read if not is_fixed(sites[data])}
+    rows = {data: _rows_of(*each) for data, each in steps.items() if each is not None}
+    if is_tied or not rows or len(rows) < len(steps):
         return NO_LOOPS
     for order in range(MOST_SUMS + 1):
         if span := _rows_moved(probe, name, order, length, rows):
             break
     if not span or not order:
         return NO_LOOPS
-    dim = _dim_of_steps(sites[name], length) or 0
-    states = SeriesSites(f"{name}[time]", (name,), length, dim, order, span, tuple(rows.items()))
+    own = _steps_of(sites[name], length)
+    assert own is not None
+    states = SeriesSites(
+        f"{name}[time]", (name,), length, own[0], order, own[1], span, (*rows.items(),)
+    )
     return Loops((states,)) if states.width <= MOST_WIDTH else NO_LOOPS
 
 
@@ -72,7 +72,7 @@ def _candidates(sites: Sites, latents: Collection[str]) -> dict[str, int]:
         if type(innermost(fn)) is not dist.Normal or is_masked(sites[name]):
             continue
         is_long = shape.numel() == max(shape, default=0) > MOST_WIDTH
-        if is_long and _dim_of_steps(sites[name], shape.numel()) is not None:
+        if is_long and _steps_of(sites[name], shape.numel()) is not None:
             found[name] = shape.numel()
     return found
 
@@ -81,13 +81,22 @@ def _is_drawn(site: Message) -> bool:
     return site["type"] == "sample" and is_latent(site)
 
 
-def _dim_of_steps(site: Message, length: int) -> int | None:
-    """Returns the dim of the one plate of a site that has the length of a series, 0 if its event has; else None."""
-    frames, fn = frames_of(site), site["fn"]
-    if not frames and fn.event_shape == (length,):
-        return 0
+def _steps_of(site: Message, length: int) -> tuple[int, int] | None:
+    """Returns along which dim a site has the steps of a series, as `SeriesSites` has it; None if it has not.
+
+    Returns:
+        The dim of the plate that has their number, or 0 if an event dim has; and the number of event dims of size 1.
+    """
+    frames, event = frames_of(site), site["fn"].event_shape
+    if not frames and event.numel() == length == event[0]:
+        return 0, len(event) - 1
     is_one = len(frames) == 1 and frames[0].size == length and frames[0].full_size in (None, length)
-    return frames[0].dim if is_one and not fn.event_shape else None
+    return (frames[0].dim, len(event)) if is_one and event.numel() == 1 else None
+
+
+def _rows_of(dim: int, ones: int) -> tuple[int, int]:
+    """Returns the same for the log density of rows, in which those of a plate have lost their event dims."""
+    return (dim, 0) if dim else (0, ones)
 
 
 def _rows_moved(
@@ -95,7 +104,7 @@ def _rows_moved(
     name: str,
     order: int,
     length: int,
-    rows: Mapping[str, int],
+    rows: Mapping[str, tuple[int, int]],
     *,
     share: float = 1e-4,
     most: float = 10.0,
@@ -107,7 +116,7 @@ def _rows_moved(
         name: of the innovations that are summed up to the state.
         order: how many times they are summed up.
         length: number of steps.
-        rows: observed site -> the dim of its steps.
+        rows: observed site -> how its rows follow the steps.
         share: of the largest change, below which that of another row is rounding; with a hundred times more a filter
             that decays slowly passes for a sum, whose posterior is 0.1 nats off.
         most: deviations of an innovation by which the state is changed, at most, such that rounding is small beside.
@@ -126,8 +135,8 @@ def _rows_moved(
     if run.error is not None:
         return 0
     farthest = 0
-    for data, dim in rows.items():
-        before, after = (_row_densities(each.sites[data], dim) for each in (origin, run))
+    for data, along in rows.items():
+        before, after = (_row_densities(each.sites[data], *along) for each in (origin, run))
         off = (after - before).abs().nan_to_num().reshape(-1, before.shape[-1]).amax(0)
         moved = (off > share * off.max()).nonzero().squeeze(-1)
         if off.shape[-1] != length or len(moved) and int(moved[0]) < place:
@@ -137,9 +146,9 @@ def _rows_moved(
     return farthest if farthest <= min(MOST_WIDTH, length - place - 1) else 0
 
 
-def _row_densities(site: Message, dim: int) -> Tensor:
+def _row_densities(site: Message, dim: int, ones: int) -> Tensor:
     """Returns the log densities of the rows of data, in order of the steps."""
     fn = site["fn"]
     if not dim:
         fn = base_of(fn) if isinstance(fn, Independent) else fn
-    return along_steps(fn.log_prob(site["value"]).double(), dim)
+    return along_steps(fn.log_prob(site["value"]).double(), dim, ones)

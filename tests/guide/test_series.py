@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.contrib.forecast import Forecaster, ForecastingModel
 from pyro.infer import SVI, Predictive, Trace_ELBO
 
 from pyro_nami import AutoNaMIGuide, fit
@@ -155,6 +156,35 @@ def test_other_data_do_not_replace_the_posterior():
     svi.step()
     draws = torch.stack([guide(Y[:STEPS] + 100)["e"].sum() for _ in range(50)])
     assert float(draws.mean().abs()) < 20
+
+
+class LocalLevel(ForecastingModel):
+    def model(self, zero_data, covariates):
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        with self.time_plate:
+            e = pyro.sample(
+                "e", dist.Normal(zero_data, s.unsqueeze(-1) if s.dim() else s).to_event(1)
+            )
+        self.predict(dist.Normal(0.0, 0.5), e.cumsum(-2))
+
+
+def test_pyros_forecaster_takes_the_guide():
+    model, data = LocalLevel(), Y[:STEPS, None]
+    guide = AutoNaMIGuide(model)
+    options = {"num_steps": 3, "log_every": 0, "learning_rate": 0.01}
+    forecaster = Forecaster(model, data, torch.zeros(STEPS, 0), guide=guide, **options)
+    assert "e[time]" in guide.rules
+    with pytest.warns(UserWarning, match="The model fails at the arguments of this call"):
+        ahead = forecaster(data, torch.zeros(STEPS + 10, 0), num_samples=3000)[..., 0]
+    guide = AutoNaMIGuide(level)
+    guide()
+    trained = Predictive(level, guide=guide, num_samples=3000, parallel=True)()
+    last = trained["s"] * trained["e"].cumsum(-1)
+    variances = (
+        last[:, -1].var() + trained["s"][:, 0].square().mean() * torch.tensor([1, 10]) + 0.25
+    )
+    torch.testing.assert_close(ahead.var(0)[[0, -1]], variances, rtol=0.1, atol=0.0)
+    assert float(ahead.mean()) == pytest.approx(float(last[:, -1].mean()), abs=0.1)
 
 
 def rows_apart(y=Y[:STEPS]):
