@@ -45,7 +45,7 @@ def test_series_prints_verdicts_and_forecasts_and_writes_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     printed = run("examples/series.py", "--smoke", "--out", str(tmp_path))
     assert printed.count(": checked") + printed.count(": exact") == 3
-    assert "level[time] | move, noise, start, flow[time]" in printed
+    assert "level[time] | move, noise, start, flow[time:], level[time - 1]" in printed
     assert "dry from 1899 on" in printed  # as Cobb (1978) found
     assert (tmp_path / "series.png").stat().st_size > 10_000
 
