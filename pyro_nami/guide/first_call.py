@@ -19,7 +19,6 @@ from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.options import Options
-from pyro_nami.messages import warn
 from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.computed_data import located
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
@@ -156,7 +155,8 @@ def first_call(
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
         found = _extracted(program, options, nodes, lifted, learned)
-        program = program._replace(loops=found.loops, computed=_computed(found, options))
+        computed = found.computed if options.mode in (None, Mode.FIXED) else frozenset()
+        program = program._replace(loops=found.loops, computed=computed)
         is_derived = found.loops and not found.loops.is_learned
         draws = program.prior_draws(FEWEST_DRAWS if is_derived else MANY_DRAWS)
     if lifted and not found.loops:
@@ -165,7 +165,6 @@ def first_call(
     restless = _moved_by(random_layers, program, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
-    # site -> the frames of the vectorized plates around it
     stacks = {name: frames_of(nodes[name]) for name in net.sites if name in nodes}
     passing = frozenset(name for name in stacks if is_passing(nodes[name]))
     _check_passing(nodes, passing)
@@ -197,17 +196,6 @@ def _shown(program: Program, prototype: poutine.Trace) -> Sites:
 def _has_steps(nodes: Sites, learned: bool) -> bool:
     """Whether latents look like the steps of a loop, or like the innovations of a series."""
     return has_loop(nodes, learned) or not learned and has_series(nodes)
-
-
-def _computed(found: Extraction, options: Options) -> frozenset[str]:
-    """Returns the sites whose data are to be shown as zeros; warns where simulations say nothing of the latents."""
-    if found.computed and options.simulated:
-        warn(
-            f"The model computes the data of '{min(found.computed)}' from its latents, as in `obs=y - z`. Simulations "
-            "draw these data as they are, so training on them tells nothing of the latents. Observe `y` itself, at a "
-            "location that the latents move."
-        )
-    return found.computed if options.mode in (None, Mode.FIXED) else frozenset()
 
 
 def _stacks(nodes: Sites, names: Collection[str]) -> list[list]:

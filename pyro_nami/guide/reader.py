@@ -456,17 +456,17 @@ class CallReader:
     def _data_of(self, call: Call) -> Data:
         """Returns the fingerprints by which a call's data are compared with those of training.
 
-        Minibatches of a subsampled plate are taken to be the same data. Values that move with the model's parameters
-        (a residual, say) are the same if the arguments are.
+        Minibatches of a subsampled plate are taken to be the same data. Values that move with the model's parameters,
+        or latents (a residual, say), are the same if the arguments are.
         """
         names = filter(self._is_whole, self.plan.sites)
         values: dict[Hashable, Tensor] = {}
         for name in names:
             if name in self.plan.read and name in call.values and name not in call.moving:
                 values[name] = call.values[name]
-            if name in call.covariates:
+            if name in call.covariates and name not in call.program.computed:
                 values[covariates_of(name)] = call.covariates[name]
-        if call.moving:
+        if call.moving or call.program.computed:
             values[_ARGUMENTS] = _joined(call.program.leaves())
         return self.memory.data_of(values)
 

@@ -170,6 +170,7 @@ class Simulator:
             both = {*map(family_of, self.observed)} & {*map(family_of, self.latent)}
             self.loops = loop_families(self.single) - both
             self._check_sites(sites, given)
+            self._check_data()
             target, reason = run_for_many(
                 self.target, lambda target: self._of(target.program)._difference(sites)
             )
@@ -182,6 +183,26 @@ class Simulator:
                 f"The model cannot be simulated in one vectorized run: {reason}. Simulations are drawn one by one, "
                 "which is slow. Write the model for batch dims on the left: `alpha[..., index]` for `alpha[index]`, "
                 "`w @ X.mT` for `X @ w`, dims counted from the right, `torch.where` for `if`."
+            )
+
+    def _check_data(self) -> None:
+        """Warns of data that the model computes from its latents, of which simulations say nothing."""
+
+        def note(site: Any) -> None:
+            known, value = self.data.get(site["name"]), site["value"]
+            if known is None or value is known or not site["is_observed"] or is_delta(site["fn"]):
+                return
+            if not torch.allclose(torch.as_tensor(known), torch.as_tensor(value), equal_nan=True):
+                moved.append(site["name"])
+
+        moved: list[str] = []
+        if self.data:
+            self.sites(Extent(), choose=note)
+        for name in moved[:1]:
+            warn(
+                f"The model observes other values at '{name}' where its latents are others, as in `obs=y - z`. "
+                "Simulations draw these values as they are, so training on them tells nothing of the latents. Observe "
+                "`y` itself, at a location that the latents move."
             )
 
     @property

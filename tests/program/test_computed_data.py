@@ -1,5 +1,7 @@
 """Data that a model computes from its latents: the posterior is that of the model that observes the data themselves."""
 
+import warnings
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -9,6 +11,7 @@ from pyro.contrib.forecast import ForecastingModel
 from pyro.infer.reparam import LocScaleReparam
 
 from pyro_nami import AutoNaMIGuide, fit
+from pyro_nami.inference import Simulator
 from pyro_nami.program.computed_data import located
 
 Y = 2.0 + torch.randn(20, generator=torch.Generator().manual_seed(3)).cumsum(0)
@@ -83,5 +86,10 @@ def test_others_than_locations_stay_as_they_are(fn):
 
 
 def test_simulations_of_residuals_are_told():
-    with pytest.warns(UserWarning, match="computes the data of 'y' from its latents"):
-        AutoNaMIGuide(level(True), mode="amortized")()
+    with pytest.warns(
+        UserWarning, match="observes other values at 'y' where its latents are others"
+    ):
+        Simulator(level(True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Simulator(level(False))

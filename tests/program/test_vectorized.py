@@ -349,14 +349,14 @@ def test_models_that_need_no_mapping_are_run_as_they_are():
     for model in (unknown_scale(True), regression):
         guide = AutoNaMIGuide(model)
         guide(DATA)
-        assert not guide._plan.vectorized
+        assert not guide._plan.program.vectorized
 
 
 def test_a_guide_that_is_mapped_has_the_same_loss_when_it_is_compiled():
     model = unknown_scale(False)
     guide = AutoNaMIGuide(model)
     guide(DATA)
-    assert guide._plan.vectorized
+    assert guide._plan.program.vectorized
 
     def loss(elbo):
         pyro.set_rng_seed(0)
