@@ -98,6 +98,11 @@ def assemble(
             first, is_series = site_by_site(), False
             found = _found(first)
         assert found is not None
+        if found.plan.covariates.columns.keys() & found.plan.program.computed and found.plan.learns:
+            # covariates of residuals move with the model's parameters, their values are found anew in each call
+            first = read(lifted=False, located_data=False)
+            found = _found(first)
+            assert found is not None
         if first.program.loops.series and _num_underived(found)[0]:
             # innovations in one block with what is left to learn, if that leaves less
             whole = _found(site_by_site())

@@ -132,6 +132,7 @@ def first_call(
     *,
     lifted: bool,
     learned: bool = False,
+    located_data: bool = True,
 ) -> FirstCall:
     """Returns what a first call shows. The model is left as it was; random number generators are not.
 
@@ -142,6 +143,7 @@ def first_call(
         random_layers: layers of the model that draw random numbers in training; they are in evaluation mode here.
         lifted: whether the sites of a loop are to be held as one.
         learned: whether networks are to say what its states are; see `find_loops`.
+        located_data: whether data that the model computes from latents are shown as `LocatedData` has them.
     """
     prototype = first_run(program, options.init_loc_fn or near_origin)
     lifted = lifted and not random_layers and _has_steps(prototype.nodes, learned)
@@ -155,8 +157,7 @@ def first_call(
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
         found = _extracted(program, options, nodes, lifted, learned)
-        computed = found.computed if options.mode in (None, Mode.FIXED) else frozenset()
-        program = program._replace(loops=found.loops, computed=computed)
+        program = _as_read(program, found, options, located_data)
         is_derived = found.loops and not found.loops.is_learned
         draws = program.prior_draws(FEWEST_DRAWS if is_derived else MANY_DRAWS)
     if lifted and not found.loops:
@@ -184,6 +185,13 @@ def first_call(
         passing=passing,
         unread=passing.union(name for name in moving if not stacks[name]),
     )
+
+
+def _as_read(program: Program, found: Extraction, options: Options, located_data: bool) -> Program:
+    """Returns a program that shows its loops, and what the model computes from latents, as they were read."""
+    is_fixed = options.mode in (None, Mode.FIXED)
+    computed = found.computed if located_data and is_fixed else frozenset()
+    return program._replace(loops=found.loops, computed=computed)
 
 
 def _shown(program: Program, prototype: poutine.Trace) -> Sites:
