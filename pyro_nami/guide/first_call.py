@@ -149,14 +149,13 @@ def first_call(
     lifted = lifted and not random_layers and _has_steps(prototype.nodes, learned)
     if not lifted:
         prototype = _started(program, options, prototype)
-    nodes: Sites = prototype.nodes
     # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
-    model = poutine.condition(program.model, subsamples(nodes))
+    model = poutine.condition(program.model, subsamples(prototype.nodes))
     program = program._replace(model=model)
     with untouched(model):
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
-        found = _extracted(program, options, nodes, lifted, learned)
+        found = _extracted(program, options, prototype.nodes, lifted, learned)
         program = _as_read(program, found, options, located_data)
         is_derived = found.loops and not found.loops.is_learned
         draws = program.prior_draws(FEWEST_DRAWS if is_derived else MANY_DRAWS)
