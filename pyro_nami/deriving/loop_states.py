@@ -196,8 +196,8 @@ class LoopStates(Expansion):
         farthest = TOLERANCE / (ROUNDING * torch.finfo(value.dtype).eps)
         deviations = (way.detach() / self.deviations().detach()).abs()
         is_far = bool(((deviations > farthest) & (deviations < torch.inf)).any())
-        # slopes by sums over steps lose digits where all slopes of data have one sign, as they have not about the mode
-        is_far |= "stack" in sites[self.first] and self.runs == 1
+        # Slopes by sums over steps lose digits where the slopes of data have one sign, as far from the mode.
+        is_far |= "stack" in sites[self.first] and not self._at
         if is_far and self.runs <= MOST_CLOSER:
             return self.moved((value + way).detach().to(value))
         return None
@@ -305,9 +305,7 @@ class LoopStates(Expansion):
         for name, (site, density) in self.row_densities(sites).items():
             each = density.detach()
             rounding = rounding_of_rows(each, site)
-            # a location that is a sum over steps has an error that grows with their root
-            steps = self.values[self.first].shape[-1] if "along" in site else 1
-            of_values = density_rounding(site, 4.0 * steps**0.5)
+            of_values = density_rounding(site)
             if of_values is not None:
                 rounding = rounding + of_values
             found[name] = self.by_step(site, each.double()), self.by_step(site, rounding)

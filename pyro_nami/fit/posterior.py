@@ -150,7 +150,8 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         """Returns what the model gives at the draws and at other arguments: data, and names of values.
 
         Latents have the draws, whatever the arguments; those with other instances, where a plate has another size, are
-        the model's own given all others, and a warning names them.
+        the model's own given all others, and a warning names them. Innovations of a series have the draws as far as
+        the steps of the data go, and the model's own at further steps.
 
         Args:
             *args, **kwargs: of the model; without data, these are predicted.
@@ -171,7 +172,9 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         with torch.no_grad():
             now = target.run_model(target.one(), Runner({}, choose=choose))
         held = {name: known[name] for name, site in now.items() if fits(site)}
-        fresh = [name for name in known if name in now and name not in held]
+        series = {} if self.guide is None else self.guide.series
+        others = [name for name in known if name in now and name not in held]
+        fresh = [name for name in others if name not in series]
         if fresh:
             warn(
                 f"The posterior has no draws of {quoted(fresh)} for the instances of these arguments: they are drawn "
@@ -185,7 +188,16 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
                     found[name] = whole(site).reshape(extent.sizes + now[name]["fn"].shape())
             return found
 
-        return AtDraws.of(target, held).read(held, read)
+        found = AtDraws.of(target, held).read(held, read)
+        further = {
+            name: series[name].continued(known[name], found[name])
+            for name in others
+            if name in series
+        }
+        if not further:
+            return found
+        held |= further
+        return further | AtDraws.of(target, held).read(held, read)
 
     # ---- for the reader
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 from torch.distributions import constraints
 from torch.nn.functional import pad
@@ -18,7 +19,7 @@ __all__ = ["Continued", "Innovations"]
 
 
 class Innovations(TorchDistribution):
-    """Innovations at their site. Along a plate the log density of each is that given the innovations before it.
+    """The innovations of a series, at their site. In a plate, the log density of each is that given those before it.
 
     Args:
         states: the distribution of the states, ``(*batch, steps)``.
@@ -53,18 +54,11 @@ class Innovations(TorchDistribution):
         return self.series.split(self.states.rsample(sample_shape))[0]
 
     def log_prob(self, value: Tensor) -> Tensor:
-        return self.at_site(self.log_probs(self.series.along(value)))
+        return sum_rightmost(self.log_probs(value), len(self.event_shape))
 
-    def at_site(self, each: Tensor) -> Tensor:
-        """Returns the log density of the site, given that of each step."""
-        if not self.series.dim:
-            return each.sum(-1)
-        found = self.series.in_place(each)
-        return found.reshape(found.shape[: found.dim() - self.series.ones])
-
-    def log_probs(self, steps: Tensor) -> Tensor:
-        """Returns the log density of each step's innovation given those before it, both ``(*batch, steps)``."""
-        return self.states.log_probs(self.series.sums(steps))
+    def log_probs(self, value: Tensor) -> Tensor:
+        """Returns the log density in nats of each innovation given those before it, in the shape of the value."""
+        return self.series.in_place(self.states.log_probs(self.series.joined([value])))
 
 
 class Continued(TorchDistribution):
@@ -90,23 +84,13 @@ class Continued(TorchDistribution):
         return Continued(self.trained, self.prior.expand(batch_shape))
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        further = self._along(self.prior.rsample(sample_shape))
-        known = self._along(self.trained.rsample(sample_shape))
-        batch = torch.broadcast_shapes(known.shape[:-1], further.shape[:-1])
-        length, count = further.shape[-1], known.shape[-1]
-        known, further = (each.expand(batch + each.shape[-1:]) for each in (known, further))
-        steps = torch.cat((known[..., :length], further[..., count:]), -1)
-        return self.trained.series.in_place(steps)
+        known, further = (fn.rsample(sample_shape) for fn in (self.trained, self.prior))
+        return self.trained.series.continued(known, further)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        steps = self._along(value)
-        length, count = steps.shape[-1], self.trained.series.length
-        known = self.trained.log_probs(pad(steps[..., :count], (0, max(0, count - length))))
-        further = self._along(innermost(self.prior).log_prob(value))
-        batch = torch.broadcast_shapes(known.shape[:-1], further.shape[:-1])
-        known, further = (each.expand(batch + each.shape[-1:]) for each in (known, further))
-        each = torch.cat((known[..., :length], further[..., count:]), -1)
-        return self.trained.at_site(each)
-
-    def _along(self, value: Tensor) -> Tensor:
-        return self.trained.series.along(value)
+        series, steps = self.trained.series, self.trained.series.along(value)
+        missing = max(0, series.length - steps.shape[-1])
+        first = series.in_place(pad(steps[..., : series.length], (0, missing)))
+        further = innermost(self.prior).log_prob(value)
+        each = series.continued(self.trained.log_probs(first), further)
+        return sum_rightmost(each, len(self.event_shape))

@@ -38,7 +38,7 @@ from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.observed import tell_observed
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
-from pyro_nami.guide.reader import CallReader, has_first_sizes
+from pyro_nami.guide.reader import ARGUMENTS, CallReader, has_first_sizes
 from pyro_nami.messages import quoted
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import site_of
@@ -49,6 +49,7 @@ from pyro_nami.program.many_draws import FEWEST_DRAWS
 from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner, needs_arguments, takes_observations
+from pyro_nami.program.series_sites import SeriesSites
 from pyro_nami.reading.covariates import column_of, plain_column
 
 __all__ = ["LazyGuide"]
@@ -207,6 +208,8 @@ class LazyGuide(AutoGuide):
         args, kwargs = (memory.context or ((), {}))[:2]
         moving = frozenset(map(site_of, memory.history.moving)).intersection(self._plan.sites)
         first = memory.kept or Reading(Call(Program(self.model, args, kwargs)))
+        if ARGUMENTS in memory.history.moving:
+            moving |= self._plan.program.computed | first.call.moving
         around = first.surroundings
         along = exchangeable_plates(first, self._reader.differing or first, moving)
         moving = frozenset(self._plan.loops.names_of(moving))
@@ -229,6 +232,11 @@ class LazyGuide(AutoGuide):
             " and ".join(f"plate {plate!r}" for plate in sorted(self._plan.plates.minibatched))
             or "no plate",
         )
+
+    @property
+    def series(self) -> dict[str, SeriesSites]:
+        """The latents that are innovations of a series, by site."""
+        return {site: held for held in self._made().loops.series.values() for site in held.sites}
 
     def for_weights(self) -> LazyGuide:
         """Prepares the guide, before its first call, for draws that importance weights correct, and returns it.

@@ -30,10 +30,10 @@ from pyro_nami.program.runner import signature_of
 from pyro_nami.program.surroundings import PLAIN, Surroundings
 from pyro_nami.program.vectorized import Vectorized, unmapped
 
-__all__ = ["CallReader", "has_first_sizes"]
+__all__ = ["ARGUMENTS", "CallReader", "has_first_sizes"]
 
 # the node of all of them, where data are made of parameters
-_ARGUMENTS = ("arguments of the model",)
+ARGUMENTS = ("arguments of the model",)
 _FAILS = (
     "The model fails at the arguments of this call, with {}: {} The guide draws all latents as in training, and at the "
     "sizes they had there."
@@ -181,7 +181,7 @@ class CallReader:
     @property
     def names(self) -> list[Any]:
         """The nodes whose fingerprints a saved state may hold."""
-        return [*self.plan.sites, *map(covariates_of, self.plan.sites), _ARGUMENTS]
+        return [*self.plan.sites, *map(covariates_of, self.plan.sites), ARGUMENTS]
 
     def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device, where ``plan`` is."""
@@ -467,7 +467,7 @@ class CallReader:
             if name in call.covariates and name not in call.program.computed:
                 values[covariates_of(name)] = call.covariates[name]
         if call.moving or call.program.computed:
-            values[_ARGUMENTS] = _joined(call.program.leaves())
+            values[ARGUMENTS] = _joined(call.program.leaves())
         return self.memory.data_of(values)
 
     def _tell(self, notice: str) -> None:

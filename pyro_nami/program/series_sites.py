@@ -135,6 +135,19 @@ class SeriesSites:
             value = value.transpose(self.dim - 1, -1).squeeze(-1)
         return value.reshape(value.shape + (1,) * self.ones)
 
+    def continued(self, known: Tensor, further: Tensor) -> Tensor:
+        """Returns innovations whose first steps are known, and whose further steps are those of others.
+
+        Args:
+            known: of ``length`` steps.
+            further: of as many steps as the result has.
+        """
+        first, last = self.along(known), self.along(further)
+        batch = torch.broadcast_shapes(first.shape[:-1], last.shape[:-1])
+        first, last = (each.expand(batch + each.shape[-1:]) for each in (first, last))
+        steps = torch.cat((first[..., : last.shape[-1]], last[..., self.length :]), -1)
+        return self.in_place(steps)
+
     def sums(self, value: Tensor) -> Tensor:
         """Returns the states, given the innovations with the steps last."""
         for _ in range(self.order):

@@ -1,6 +1,7 @@
 """Innovations that a model sums up along a plate or an event dim: derived as the states of a chain."""
 
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -139,6 +140,20 @@ def test_forecast_continues_the_steps_of_training():
     assert float(after[:, STEPS - 1].std() / spread) == pytest.approx(1, abs=0.1)
     ahead = ((after[:, -1] - after[:, STEPS - 1]) / further["s"][:, 0]).std()
     assert float(ahead) == pytest.approx(math.sqrt(10), rel=0.1)
+
+
+def test_predictions_of_a_posterior_continue_the_steps_of_the_data():
+    posterior = fit(level, seed=0, progress=False)
+    last = posterior["s"][:, None] * posterior["e"].cumsum(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        further = posterior.predict(None, STEPS + 10)
+    after = posterior["s"][:, None] * further["e"].cumsum(-1)
+    torch.testing.assert_close(after[:, :STEPS], last)
+    ahead = ((after[:, -1] - after[:, STEPS - 1]) / posterior["s"]).std()
+    assert float(ahead) == pytest.approx(math.sqrt(10), rel=0.1)
+    variances = last[:, -1].var() + 10 * posterior["s"].square().mean() + 0.25
+    torch.testing.assert_close(further["y"][:, -1].var(), variances, rtol=0.1, atol=0.0)
 
 
 def test_fewer_steps_are_those_of_training():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.contrib.forecast import ForecastingModel
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.reparam import LocScaleReparam
 
 from pyro_nami import AutoNaMIGuide, fit
@@ -47,6 +48,20 @@ def test_residuals_are_derived_as_data_are(make):
     assert residual.verdict.kind == "exact"
     torch.testing.assert_close(residual.log_evidence, plain.log_evidence, rtol=0.0, atol=1e-3)
     torch.testing.assert_close(residual["s"], plain["s"], rtol=1e-3, atol=1e-3)
+
+
+def test_minibatches_of_residuals_are_told_by_name(caplog):
+    def model(y):
+        b = pyro.sample("b", dist.Normal(0.0, 10.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(0.0, 1.0), obs=y - b)
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), Trace_ELBO())
+    for start in range(6):
+        svi.step(Y[start : start + 10])
+    assert guide.mode == "minibatches"
+    assert "The data of 'y' differ from step to step" in caplog.text
 
 
 class LocalLevel(ForecastingModel):
