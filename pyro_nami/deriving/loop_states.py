@@ -38,7 +38,6 @@ from pyro_nami.factors.markov_normal import MarkovNormal
 from pyro_nami.factors.wrappers import base_of
 from pyro_nami.program.masks import density_rounding
 from pyro_nami.program.runner import Message, Sites, Values
-from pyro_nami.program.series_sites import along_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # noqa: UP035  for Python 3.10
@@ -317,23 +316,23 @@ class LoopStates(Expansion):
         for name in (*filter(sites.__contains__, self.group.children), self.first):
             site = sites[name]
             # one of a loop as a whole, whose rows are those of its steps
-            if "part" in site or site.get("along", (None,))[0] == 0:
+            if "part" in site or "steps" in site and not site["steps"].dim:
                 site = {**site, "fn": base_of(site["fn"])}
             each = site["fn"].log_prob(site["value"])
-            if "along" in site and site["mask"] is not None:
+            if "steps" in site and site["mask"] is not None:
                 each = torch.where(torch.as_tensor(site["mask"]), each, 0.0)
             found[name] = site, self.weighted(each, sites, name)
         return found
 
     def by_step(self, site: Message, rows: Tensor) -> Tensor:
         """Returns numbers for the rows of a site with the steps of the states last."""
-        return along_steps(rows, *site.get("along", ()) or (0,))
+        return site["steps"].last(rows) if "steps" in site else rows
 
     def reads(self, site: Message) -> Sequence[int] | slice | None:
         """Returns which elements of the states rows read, one each; None where they read several, or share one."""
         if site["name"] == self.first:
             return slice(None)
-        if "along" in site:
+        if "steps" in site:
             return range(self.values[self.first].shape[-1]) if self._span == 1 else None
         reads = site["part"].reads if "part" in site and self._span == 1 else ()
         is_one = bool(reads) and min(reads) >= 0 and len(set(reads)) == len(reads)

@@ -99,12 +99,12 @@ def assemble(
             found = _found(first)
         assert found is not None
         if found.plan.covariates.columns.keys() & found.plan.program.computed and found.plan.learns:
-            # covariates of residuals move with the model's parameters, their values are found anew in each call
+            # Covariates are found once, and these move with the model's parameters; values are read in each call.
             first = read(lifted=False, located_data=False)
             found = _found(first)
             assert found is not None
         if first.program.loops.series and _num_underived(found)[0]:
-            # innovations in one block with what is left to learn, if that leaves less
+            # innovations as one block with what is learned beside them, where fewer latents are learned so
             whole = _found(site_by_site())
             if whole is not None and _num_underived(whole) < _num_underived(found):
                 first, found = site_by_site(), whole

@@ -31,7 +31,7 @@ class Innovations(TorchDistribution):
 
     def __init__(self, states: MarkovNormal, series: SeriesSites) -> None:
         self.states, self.series = states, series
-        shape = series.in_place(states.mean).shape
+        shape = series.axis.in_place(states.mean).shape
         event_dim = len(series.events[0])
         cut = len(shape) - event_dim
         super().__init__(shape[:cut], shape[cut:], validate_args=False)
@@ -45,7 +45,7 @@ class Innovations(TorchDistribution):
         return self.series.split(self.states.mean)[0]
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Innovations:
-        batch, dim = torch.Size(batch_shape), self.series.dim
+        batch, dim = torch.Size(batch_shape), self.series.axis.dim
         if dim:
             batch = torch.Size((*batch[: len(batch) + dim], 1, *batch[len(batch) + dim + 1 :]))
         return Innovations(self.states.expand(batch), self.series)
@@ -58,7 +58,7 @@ class Innovations(TorchDistribution):
 
     def log_probs(self, value: Tensor) -> Tensor:
         """Returns the log density in nats of each innovation given those before it, in the shape of the value."""
-        return self.series.in_place(self.states.log_probs(self.series.joined([value])))
+        return self.series.axis.in_place(self.states.log_probs(self.series.joined([value])))
 
 
 class Continued(TorchDistribution):
@@ -88,9 +88,9 @@ class Continued(TorchDistribution):
         return self.trained.series.continued(known, further)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        series, steps = self.trained.series, self.trained.series.along(value)
+        series, steps = self.trained.series, self.trained.series.axis.last(value)
         missing = max(0, series.length - steps.shape[-1])
-        first = series.in_place(pad(steps[..., : series.length], (0, missing)))
+        first = series.axis.in_place(pad(steps[..., : series.length], (0, missing)))
         further = innermost(self.prior).log_prob(value)
         each = series.continued(self.trained.log_probs(first), further)
         return sum_rightmost(each, len(self.event_shape))

@@ -23,7 +23,7 @@ from pyro_nami.factors.wrappers import base_of, innermost
 from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.masks import element_mask, is_masked
 from pyro_nami.program.runner import Runner, Sites, changed_event_shape
-from pyro_nami.program.series_sites import SeriesSites
+from pyro_nami.program.series_sites import SeriesSites, StepAxis
 from pyro_nami.program.site_values import first_value, num_values
 
 __all__ = ["NO_LOOPS", "LoopSites", "Loops", "family_of", "step_of"]
@@ -243,9 +243,9 @@ class Loops(NamedTuple):
         return {held.name: held for held in self.parts if not held.is_observed}
 
     @property
-    def rows(self) -> dict[str, tuple[int, int]]:
-        """The observed sites whose rows read the states of a series one by one; see `SeriesSites`."""
-        return {name: along for held in self.series.values() for name, along in held.rows}
+    def rows(self) -> dict[str, StepAxis]:
+        """Observed site whose rows read the states of a series one by one -> where they have the steps."""
+        return {name: axis for held in self.series.values() for name, axis in held.rows.items()}
 
     @property
     def series(self) -> dict[str, SeriesSites]:
@@ -322,9 +322,9 @@ class Loops(NamedTuple):
             elif held.name not in found and (is_whole or sites.keys() >= set(held.sites)):
                 part = held.within(sites.keys())
                 found[held.name] = part.message([sites[each] for each in part.sites])
-        for name, along in self.rows.items():
+        for name, axis in self.rows.items():
             if name in found:
-                found[name] = {**found[name], "along": along}
+                found[name] = {**found[name], "steps": axis}
         return found
 
     def prepare(self, runner: Runner) -> None:

@@ -1,14 +1,14 @@
 """`SeriesSites`: innovations of a series, along a plate or an event dim, held as its states.
 
-Where a model sums innovations up, ``z = e.cumsum(-1)``, all later data read each of them. The sums are what data read
-one by one: given `z` in place of `e` the posterior is that of a Markov chain.
+Where a model sums innovations up, ``z = e.cumsum(-1)``, a datum reads all innovations up to its step. It reads one of
+their sums, the states `z`, whose posterior is a Markov chain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -17,7 +17,37 @@ from torch import Tensor
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.program.masks import is_masked
 
-__all__ = ["SeriesSites", "along_steps"]
+__all__ = ["SeriesSites", "StepAxis"]
+
+
+class StepAxis(NamedTuple):
+    """Where the values of a site have the steps of a series.
+
+    Attributes:
+        dim: of the plate whose instances are the steps; 0 where the steps are the first event dim.
+        ones: number of event dims of size 1 to the right of the steps.
+    """
+
+    dim: int
+    ones: int = 0
+
+    @property
+    def of_rows(self) -> StepAxis:
+        """The axis of the log density of each row; in a plate event dims are summed up."""
+        return StepAxis(self.dim, 0 if self.dim else self.ones)
+
+    def last(self, value: Tensor) -> Tensor:
+        """Returns values with the steps in the last dim. A dim of size 1 stays at that of the plate."""
+        value = value.reshape(value.shape[: value.dim() - self.ones])
+        return value.unsqueeze(-1).transpose(self.dim - 1, -1) if self.dim else value
+
+    def in_place(self, value: Tensor) -> Tensor:
+        """Returns values that have the steps in the last dim in the shape of the site; the inverse of `last`."""
+        if self.dim:
+            missing = max(0, 1 - self.dim - value.dim())
+            value = value.reshape((1,) * missing + value.shape)
+            value = value.transpose(self.dim - 1, -1).squeeze(-1)
+        return value.reshape(value.shape + (1,) * self.ones)
 
 
 @dataclass(frozen=True)
@@ -28,22 +58,19 @@ class SeriesSites:
         name: of the states.
         sites: the one site of the innovations.
         length: number of steps.
-        dim: of the plate that the steps lie along; 0 if they lie along the event.
-        ones: number of event dims of size 1 on the right.
+        axis: where the site has the steps.
         order: how many times innovations are summed up, from the first step on, to give the states.
         span: among how many states in a row those lie that a row of data reads.
-        rows: observed sites whose rows follow the steps, each with such a dim, and such a number for what is left of
-            its log density in rows.
+        rows: observed site -> where the log density of its rows, one for each step, has the steps.
     """
 
     name: str
     sites: tuple[str]
     length: int
-    dim: int
+    axis: StepAxis
     order: int
-    ones: int = 0
-    span: int = 1
-    rows: tuple[tuple[str, tuple[int, int]], ...] = ()
+    span: int
+    rows: Mapping[str, StepAxis]
 
     is_observed: ClassVar[bool] = False
     values: ClassVar[int] = 0
@@ -67,8 +94,8 @@ class SeriesSites:
     @property
     def events(self) -> tuple[torch.Size]:
         """Event shape of the site."""
-        steps = () if self.dim else (self.length,)
-        return (torch.Size((*steps, *(1,) * self.ones)),)
+        steps = () if self.axis.dim else (self.length,)
+        return (torch.Size((*steps, *(1,) * self.axis.ones)),)
 
     def within(self, names: Collection[str]) -> SeriesSites:
         """Returns the series, which every call has all of."""
@@ -81,21 +108,23 @@ class SeriesSites:
     def zeros(self, fn: Any) -> Tensor:
         """Returns states of zeros, given the distribution of the site."""
         base: Any = innermost(fn)
-        return self.along(base.loc.new_zeros(fn.shape()))
+        return self.axis.last(base.loc.new_zeros(fn.shape()))
 
     def split(self, value: Tensor) -> tuple[Tensor]:
         """Returns the innovations, given the states."""
         for _ in range(self.order):
             value = torch.cat((value[..., :1], value.diff(dim=-1)), -1)
-        return (self.in_place(value),)
+        return (self.axis.in_place(value),)
 
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Returns the states, given the innovations."""
         (value,) = values
-        return self.sums(self.along(value))
+        return self.sums(self.axis.last(value))
 
     def message(self, sites: Sequence[Any]) -> dict[str, Any]:
         """Returns the message of the states, given that of the site in a run.
+
+        It has ``"part"``, the series, and ``"stack"``, the plates around the site; its own lack the plate of the steps.
 
         Raises:
             ValueError: the site is not as it was when the series was read: a Normal latent without a mask.
@@ -108,32 +137,20 @@ class SeriesSites:
                 "the guide, which read it as innovations of a series. Make a new guide for another model."
             )
         shape = site["fn"].shape()
-        innovations = self.along(site["value"])
-        loc, scale = (self.along(each.expand(shape)) for each in (base.loc, base.scale))
+        innovations = self.axis.last(site["value"])
+        loc, scale = (self.axis.last(each.expand(shape)) for each in (base.loc, base.scale))
         states = self.sums(innovations)
         fn = dist.Normal(loc + states - innovations, scale, validate_args=False).to_event(1)
-        stack = site["cond_indep_stack"]
+        stack, own = site["cond_indep_stack"], self.axis.dim
         return {
             **site,
             "name": self.name,
             "fn": fn,
             "value": states,
-            "cond_indep_stack": tuple(f for f in stack if not (self.dim and f.dim == self.dim)),
+            "cond_indep_stack": tuple(frame for frame in stack if not own or frame.dim != own),
             "part": self,
             "stack": stack,
         }
-
-    def along(self, value: Tensor) -> Tensor:
-        """Returns the site's values with the steps last."""
-        return along_steps(value, self.dim, self.ones)
-
-    def in_place(self, value: Tensor) -> Tensor:
-        """Returns values that have the steps last as the site has them."""
-        if self.dim:
-            missing = max(0, 1 - self.dim - value.dim())
-            value = value.reshape((1,) * missing + value.shape)
-            value = value.transpose(self.dim - 1, -1).squeeze(-1)
-        return value.reshape(value.shape + (1,) * self.ones)
 
     def continued(self, known: Tensor, further: Tensor) -> Tensor:
         """Returns innovations whose first steps are known, and whose further steps are those of others.
@@ -142,26 +159,14 @@ class SeriesSites:
             known: of ``length`` steps.
             further: of as many steps as the result has.
         """
-        first, last = self.along(known), self.along(further)
+        first, last = self.axis.last(known), self.axis.last(further)
         batch = torch.broadcast_shapes(first.shape[:-1], last.shape[:-1])
         first, last = (each.expand(batch + each.shape[-1:]) for each in (first, last))
         steps = torch.cat((first[..., : last.shape[-1]], last[..., self.length :]), -1)
-        return self.in_place(steps)
+        return self.axis.in_place(steps)
 
     def sums(self, value: Tensor) -> Tensor:
         """Returns the states, given the innovations with the steps last."""
         for _ in range(self.order):
             value = value.cumsum(-1)
         return value
-
-
-def along_steps(value: Tensor, dim: int, ones: int = 0) -> Tensor:
-    """Returns values with the steps last, in place of whose plate dim there is one of size 1.
-
-    Args:
-        value: the values.
-        dim: of the plate; 0 where the steps are an event dim.
-        ones: number of dims of size 1 on the right, which are left out.
-    """
-    value = value.reshape(value.shape[: value.dim() - ones])
-    return value.unsqueeze(-1).transpose(dim - 1, -1) if dim else value

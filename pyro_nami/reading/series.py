@@ -16,25 +16,27 @@ from pyro_nami.program.loops import NO_LOOPS, Loops
 from pyro_nami.program.masks import is_masked
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.runner import Message, Sites, is_fixed
-from pyro_nami.program.series_sites import SeriesSites, along_steps
+from pyro_nami.program.series_sites import SeriesSites, StepAxis
 from pyro_nami.reading.loops import MOST_WIDTH
 from pyro_nami.reading.probe import Probe
 
 __all__ = ["find_series", "has_series"]
 
-# How many times innovations are summed up, at most: twice for a trend.
+# How many times innovations are summed up, at most: twice for a trend. Rounding hides what reads a sum of ten sums.
 MOST_SUMS = 2
 
 
 def has_series(sites: Sites) -> bool:
     """Whether latents of a run look like the innovations of a series, by their distributions."""
-    return bool(_candidates(sites, [name for name in sites if _is_drawn(sites[name])]))
+    latents = [n for n, site in sites.items() if site["type"] == "sample" and is_latent(site)]
+    return bool(_candidates(sites, latents))
 
 
 def find_series(probe: Probe, parents: Mapping[str, Collection[str]]) -> Loops:
     """Returns the innovations of a model as states; none if data do not read sums of them step by step.
 
-    A change of one state tells which rows of the data read it. That is a change of some neighbouring innovations.
+    The model is run with one state changed, which is a change of two or three innovations in a row: the data that move
+    are those that read the state.
 
     Args:
         probe: of the model.
@@ -47,20 +49,18 @@ def find_series(probe: Probe, parents: Mapping[str, Collection[str]]) -> Loops:
     ((name, length),) = found.items()
     is_tied = any(name in parents[latent] for latent in probe.latent)
     read = [data for data in sites if data in probe.observed and name in parents[data]]
-    steps = {data: _steps_of(sites[data], length) for data in read if not is_fixed(sites[data])}
-    rows = {data: _rows_of(*each) for data, each in steps.items() if each is not None}
-    if is_tied or not rows or len(rows) < len(steps):
+    axes = {data: _axis_of(sites[data], length) for data in read if not is_fixed(sites[data])}
+    rows = {data: axis.of_rows for data, axis in axes.items() if axis is not None}
+    if is_tied or not rows or len(rows) < len(axes):
         return NO_LOOPS
     for order in range(MOST_SUMS + 1):
         if span := _rows_moved(probe, name, order, length, rows):
             break
     if not span or not order:
         return NO_LOOPS
-    own = _steps_of(sites[name], length)
-    assert own is not None
-    states = SeriesSites(
-        f"{name}[time]", (name,), length, own[0], order, own[1], span, (*rows.items(),)
-    )
+    axis = _axis_of(sites[name], length)
+    assert axis is not None
+    states = SeriesSites(f"{name}[time]", (name,), length, axis, order, span, rows)
     return Loops((states,)) if states.width <= MOST_WIDTH else NO_LOOPS
 
 
@@ -72,31 +72,18 @@ def _candidates(sites: Sites, latents: Collection[str]) -> dict[str, int]:
         if type(innermost(fn)) is not dist.Normal or is_masked(sites[name]):
             continue
         is_long = shape.numel() == max(shape, default=0) > MOST_WIDTH
-        if is_long and _steps_of(sites[name], shape.numel()) is not None:
+        if is_long and _axis_of(sites[name], shape.numel()) is not None:
             found[name] = shape.numel()
     return found
 
 
-def _is_drawn(site: Message) -> bool:
-    return site["type"] == "sample" and is_latent(site)
-
-
-def _steps_of(site: Message, length: int) -> tuple[int, int] | None:
-    """Returns along which dim a site has the steps of a series, as `SeriesSites` has it; None if it has not.
-
-    Returns:
-        The dim of the plate that has their number, or 0 if an event dim has; and the number of event dims of size 1.
-    """
+def _axis_of(site: Message, length: int) -> StepAxis | None:
+    """Returns where a site has the steps of a series: in its one plate, or event; None if neither has their number."""
     frames, event = frames_of(site), site["fn"].event_shape
     if not frames and event.numel() == length == event[0]:
-        return 0, len(event) - 1
+        return StepAxis(0, len(event) - 1)
     is_one = len(frames) == 1 and frames[0].size == length and frames[0].full_size in (None, length)
-    return (frames[0].dim, len(event)) if is_one and event.numel() == 1 else None
-
-
-def _rows_of(dim: int, ones: int) -> tuple[int, int]:
-    """Returns the same for the log density of rows, in which those of a plate have lost their event dims."""
-    return (dim, 0) if dim else (0, ones)
+    return StepAxis(frames[0].dim, len(event)) if is_one and event.numel() == 1 else None
 
 
 def _rows_moved(
@@ -104,19 +91,19 @@ def _rows_moved(
     name: str,
     order: int,
     length: int,
-    rows: Mapping[str, tuple[int, int]],
+    rows: Mapping[str, StepAxis],
     *,
     share: float = 1e-4,
     most: float = 10.0,
 ) -> int:
-    """Returns in how many rows of data, from its own on, a state shows; 0 if it shows in others, or in none.
+    """Returns how many rows of data, from that of its own step on, read a state; 0 if others read it, or none does.
 
     Args:
         probe: of the model.
-        name: of the innovations that are summed up to the state.
-        order: how many times they are summed up.
+        name: of the innovations.
+        order: how many times they are summed up to give the states.
         length: number of steps.
-        rows: observed site -> how its rows follow the steps.
+        rows: observed site -> where the log density of its rows has the steps.
         share: of the largest change, below which that of another row is rounding; with a hundred times more a filter
             that decays slowly passes for a sum, whose posterior is 0.1 nats off.
         most: deviations of an innovation by which the state is changed, at most, such that rounding is small beside.
@@ -135,8 +122,8 @@ def _rows_moved(
     if run.error is not None:
         return 0
     farthest = 0
-    for data, along in rows.items():
-        before, after = (_row_densities(each.sites[data], *along) for each in (origin, run))
+    for data, axis in rows.items():
+        before, after = (_row_densities(each.sites[data], axis) for each in (origin, run))
         off = (after - before).abs().nan_to_num().reshape(-1, before.shape[-1]).amax(0)
         moved = (off > share * off.max()).nonzero().squeeze(-1)
         if off.shape[-1] != length or len(moved) and int(moved[0]) < place:
@@ -146,9 +133,8 @@ def _rows_moved(
     return farthest if farthest <= min(MOST_WIDTH, length - place - 1) else 0
 
 
-def _row_densities(site: Message, dim: int, ones: int) -> Tensor:
-    """Returns the log densities of the rows of data, in order of the steps."""
+def _row_densities(site: Message, axis: StepAxis) -> Tensor:
+    """Returns the log densities of the rows of data, with the steps last."""
     fn = site["fn"]
-    if not dim:
-        fn = base_of(fn) if isinstance(fn, Independent) else fn
-    return along_steps(fn.log_prob(site["value"]).double(), dim, ones)
+    fn = fn if axis.dim or not isinstance(fn, Independent) else base_of(fn)
+    return axis.last(fn.log_prob(site["value"]).double())
