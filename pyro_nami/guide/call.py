@@ -235,12 +235,12 @@ def _notice(fresh: tuple[str, ...], before: Sites, now: Sites) -> str:
         if trained.get(plate, size) != size
     ]
     reason = f" ({'; '.join(others)})" if others else ""
-    series = [site for name in fresh if "stack" in now[name] for site in now[name]["part"].sites]
-    if series:
+    for site in (now[name] for name in fresh if "stack" in now[name]):
+        (count,), series = site["fn"].event_shape, site["part"]
         return (
-            f"This call has another number of steps of {quoted(series)} than training had: those of training are drawn "
-            "as there, and further ones from the model's own conditional given all others, whatever data this call "
-            "brings. To infer them from data, train a guide on these."
+            f"This call has {count} steps of '{series.sites[0]}', and training had {series.length}: steps of training "
+            "are drawn as in training, further steps from the model's own conditional given all others, whatever data "
+            "this call brings. To infer further steps from data, train a guide on these data."
         )
     return (
         f"The guide was trained on data without {quoted(fresh)} as this call has them{reason}: they are drawn from the "

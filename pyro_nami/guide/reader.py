@@ -35,8 +35,8 @@ __all__ = ["ARGUMENTS", "CallReader", "has_first_sizes"]
 # the node of all of them, where data are made of parameters
 ARGUMENTS = ("arguments of the model",)
 _FAILS = (
-    "The model fails at the arguments of this call, with {}: {} The guide draws all latents as in training, and at the "
-    "sizes they had there."
+    "The model fails at the arguments of this call ({}: {}). The guide draws all latents as in training, at the sizes "
+    "of training."
 )
 NOT_SAVED = "A loaded guide has the data of its training only if it was saved with save_data=True"
 

@@ -186,7 +186,7 @@ class Simulator:
             )
 
     def _check_data(self) -> None:
-        """Warns of data that the model computes from its latents, of which simulations say nothing."""
+        """Warns of data that the model computes from its latents, by one more run of the model."""
 
         def note(site: Any) -> None:
             known, value = self.data.get(site["name"]), site["value"]
@@ -200,9 +200,9 @@ class Simulator:
             self.sites(Extent(), choose=note)
         for name in moved[:1]:
             warn(
-                f"The model observes other values at '{name}' where its latents are others, as in `obs=y - z`. "
-                "Simulations draw these values as they are, so training on them tells nothing of the latents. Observe "
-                "`y` itself, at a location that the latents move."
+                f"The value that the model observes at '{name}' depends on its latents, as in `obs=y - z`. Simulations "
+                "draw the value itself, so that it tells nothing of the latents. Observe `y`, with a location that the "
+                "latents move."
             )
 
     @property

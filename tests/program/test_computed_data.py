@@ -101,9 +101,7 @@ def test_others_than_locations_stay_as_they_are(fn):
 
 
 def test_simulations_of_residuals_are_told():
-    with pytest.warns(
-        UserWarning, match="observes other values at 'y' where its latents are others"
-    ):
+    with pytest.warns(UserWarning, match="observes at 'y' depends on its latents"):
         Simulator(level(True))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
