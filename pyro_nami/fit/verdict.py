@@ -15,6 +15,8 @@ LEAST_EFFECTIVE = 400
 # moves means by less than as many posterior standard deviations. At ten times more, errors that count pass for
 # rounding; at ten times less, rounding passes for an error.
 MOST_SPREAD = 0.02
+# Share by which a standard deviation may be off before its latent is named: 10%, what `fit` is asked for.
+TOLD_SPREAD = 0.1
 
 
 class Verdict(str):
@@ -25,6 +27,7 @@ class Verdict(str):
         reason: what was found, and where draws are not to be trusted what to do.
         error: by how much a mean may be off, in posterior standard deviations (two standard errors).
         spread: by what share a standard deviation may be off at most, of any latent (two standard errors).
+        worst: the latent of which it may be so far off.
 
     Example:
         >>> verdict = Verdict("checked", "the importance weights have k-hat 0.20", 0.02, 0.03)
@@ -38,17 +41,23 @@ class Verdict(str):
     reason: str
     error: float
     spread: float
+    worst: str
 
-    def __new__(cls, kind: str, reason: str, error: float, spread: float) -> Verdict:
-        text = f"{kind}: {reason}; means are within {error:.2g} sd, sds within {100 * spread:.2g}%."
+    def __new__(
+        cls, kind: str, reason: str, error: float, spread: float, worst: str = ""
+    ) -> Verdict:
+        percent = format(100 * spread, ".2g" if spread < TOLD_SPREAD else ".0f")
+        named = f" (worst: '{worst}')" if worst and spread > TOLD_SPREAD else ""
+        text = f"{kind}: {reason}; means are within {error:.2g} sd, sds within {percent}%{named}."
         if not math.isfinite(error):
             text = f"{kind}, because {reason}"
         verdict = super().__new__(cls, text)
-        verdict.kind, verdict.reason, verdict.error, verdict.spread = kind, reason, error, spread
+        verdict.kind, verdict.reason, verdict.error = kind, reason, error
+        verdict.spread, verdict.worst = spread, worst
         return verdict
 
-    def __getnewargs__(self) -> tuple[str, str, float, float]:  # type: ignore[override]
-        return self.kind, self.reason, self.error, self.spread
+    def __getnewargs__(self) -> tuple[str, str, float, float, str]:  # type: ignore[override]
+        return self.kind, self.reason, self.error, self.spread, self.worst
 
     @property
     def is_trusted(self) -> bool:
@@ -58,12 +67,12 @@ class Verdict(str):
     def of_fewer(self, effective: float) -> Verdict:
         """Returns the verdict on an effective number of draws that were taken from those of this one."""
         error = max(self.error, _error(effective))
-        return Verdict(self.kind, self.reason, error, self.spread * error / self.error)
+        return Verdict(self.kind, self.reason, error, self.spread * error / self.error, self.worst)
 
 
 def checked(reason: str, drawn: WeightedSamples, effective: float) -> Verdict:
     """Returns the verdict on draws that were checked, of an effective number."""
-    return Verdict("checked", reason, _error(effective), _spread(drawn, effective))
+    return Verdict("checked", reason, _error(effective), *_spread(drawn, effective))
 
 
 def untrusted(reason: str, remedy: str) -> Verdict:
@@ -87,7 +96,7 @@ def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict
     is_resampled = drawn.pool is not None and bool((drawn.pool.draws > 0).any())
     if is_derived and spread <= MOST_SPREAD and not is_resampled:
         agreed = f"all conditionals are in closed form, and log weights agree to {spread:.1g} nats"
-        return Verdict("exact", agreed, _error(effective), _spread(drawn, effective))
+        return Verdict("exact", agreed, _error(effective), *_spread(drawn, effective))
     if not k <= K_MAX:
         return untrusted(f"the importance weights have a heavy tail (k-hat {k:.2f})", remedy)
     if effective < LEAST_EFFECTIVE:
@@ -102,14 +111,19 @@ def _error(effective: float) -> float:
     return 2 / math.sqrt(effective)
 
 
-def _spread(drawn: WeightedSamples, effective: float) -> float:
-    """Returns the relative error of standard deviations: that of a variance is (kurtosis - 1) / draws, squared."""
-    weights, most = drawn.smoothed_log_weights.double().softmax(0), 1.0
-    for value in drawn.samples.values():
+def _spread(drawn: WeightedSamples, effective: float) -> tuple[float, str]:
+    """Returns the largest relative error of a standard deviation, and the latent that has it.
+
+    The relative error of a variance is the root of (kurtosis - 1) / draws.
+    """
+    weights = drawn.smoothed_log_weights.double().softmax(0)
+    largest = {"": 1.0}  # latent -> kurtosis
+    for name, value in drawn.samples.items():
         if value.is_floating_point() and value.numel():
             own, each = over(weights, value), value.double()
             square = (each - (own * each).sum(0)).square()
             variance = (own * square).sum(0)
             kurtosis = (own * square.square()).sum(0) / variance.square()
-            most = max(most, float(kurtosis.nan_to_num(0.0, 0.0, 0.0).max()))
-    return _error(effective) * math.sqrt(most - 1) / 2
+            largest[name] = float(kurtosis.nan_to_num(0.0, 0.0, 0.0).max())
+    worst = max(largest, key=largest.__getitem__)
+    return _error(effective) * math.sqrt(largest[worst] - 1) / 2, worst

@@ -108,9 +108,7 @@ def assemble(
             whole = _found(site_by_site())
             if whole is not None and _num_underived(whole) < _num_underived(found):
                 first, found = site_by_site(), whole
-        if is_series:
-            return found
-        mapped = first.mapped() if found.plan.sampling.lost else None
+        mapped = first.mapped() if found.plan.sampling.lost and not is_series else None
         further = None if mapped is None else _found(mapped)
         # steps are faster without vmap, where it derives no more
         found = min(found, further or found, key=_num_underived)

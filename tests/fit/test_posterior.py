@@ -1,6 +1,7 @@
 """What a `Posterior` is asked, against conjugate posteriors; its files, pictures, and what `amortize` returns."""
 
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -210,4 +211,13 @@ def test_the_verdict_tells_errors_of_deviations(fn, kurtosis):
     verdict = checked("weights agree", drawn, 1000.0)
     # of a variance by n independent draws the relative error, squared, is (kurtosis - 1) / n
     assert verdict.spread == pytest.approx(2 * ((kurtosis - 1) / 4000) ** 0.5, rel=0.2)
-    assert f"sds within {100 * verdict.spread:.2g}%" in verdict
+    assert f"sds within {100 * verdict.spread:.2g}%." in verdict
+
+
+def test_the_verdict_names_the_latent_whose_deviation_is_open():
+    torch.manual_seed(0)
+    draws = {"z": torch.randn(4000), "tail": dist.StudentT(3.0).sample((4000,))}
+    verdict = checked("weights agree", WeightedSamples(draws, torch.zeros(4000)), 1000.0)
+    assert verdict.worst == "tail" and verdict.endswith("% (worst: 'tail').")
+    kept = pickle.loads(pickle.dumps(verdict))
+    assert kept == verdict and kept.worst == "tail"
