@@ -31,8 +31,9 @@ __all__ = ["find_loops", "has_loop", "loop_families", "with_loops"]
 # Steps of a loop from which its sites are held as one; ten times more leave loops of a dozen steps to forms that take
 # 10 s, with fewer there is nothing to save.
 SHORTEST = 8
-# Elements of a block of states, as a season of a month by the day takes. At ten times more, coefficients that all data
-# read are taken for states, and a call takes seconds; at ten times fewer, weekly seasons are read site by site.
+# Elements of a block of states, at most, where it holds more than half of them. At ten times more, coefficients that
+# all data read are taken for states, and a call takes seconds; at ten times fewer, ten states whose sums data read are
+# not.
 MOST_WIDTH = 32
 
 Parents = Mapping[str, Set[str]]
@@ -141,7 +142,9 @@ def _linked(
     width = max(back, span - 1, *map(len, places.values()))
     while any(place.start // width < (place.stop - 1) // width for place in places.values()):
         width += 1  # such that no site lies in two blocks
-    is_wide = width > MOST_WIDTH or any(len(event) > 1 for event in states.events)
+    is_wide = width > max(MOST_WIDTH, states.size // 2) or any(
+        len(event) > 1 for event in states.events
+    )
     if is_wide or states.values and (back > 1 or span > 1):
         return None
     return states._replace(width=width, back=back, span=span)

@@ -17,11 +17,13 @@ from pyro_nami.program.masks import is_masked
 from pyro_nami.program.plate_dims import frames_of
 from pyro_nami.program.runner import Message, Sites, is_fixed
 from pyro_nami.program.series_sites import SeriesSites, StepAxis
-from pyro_nami.reading.loops import MOST_WIDTH
 from pyro_nami.reading.probe import Probe
 
 __all__ = ["find_series", "has_series"]
 
+# Steps of a series from which its innovations are held as states; a shorter one is a dense block in no time, and at ten
+# times more a dense block takes seconds.
+SHORTEST = 32
 # How many times innovations are summed up, at most: twice for a trend. Rounding hides what reads a sum of ten sums.
 MOST_SUMS = 2
 
@@ -61,7 +63,7 @@ def find_series(probe: Probe, parents: Mapping[str, Collection[str]]) -> Loops:
     axis = _axis_of(sites[name], length)
     assert axis is not None
     states = SeriesSites(f"{name}[time]", (name,), length, axis, order, span, rows)
-    return Loops((states,)) if states.width <= MOST_WIDTH else NO_LOOPS
+    return Loops((states,)) if 2 * states.width <= length else NO_LOOPS
 
 
 def _candidates(sites: Sites, latents: Collection[str]) -> dict[str, int]:
@@ -71,7 +73,7 @@ def _candidates(sites: Sites, latents: Collection[str]) -> dict[str, int]:
         fn, shape = sites[name]["fn"], sites[name]["fn"].shape()
         if type(innermost(fn)) is not dist.Normal or is_masked(sites[name]):
             continue
-        is_long = shape.numel() == max(shape, default=0) > MOST_WIDTH
+        is_long = shape.numel() == max(shape, default=0) > SHORTEST
         if is_long and _axis_of(sites[name], shape.numel()) is not None:
             found[name] = shape.numel()
     return found
@@ -130,7 +132,7 @@ def _rows_moved(
             return 0
         if len(moved):
             farthest = max(farthest, int(moved[-1]) - place + 1)
-    return farthest if farthest <= min(MOST_WIDTH, length - place - 1) else 0
+    return farthest if farthest < length - place else 0
 
 
 def _row_densities(site: Message, axis: StepAxis) -> Tensor:

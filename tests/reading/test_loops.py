@@ -51,6 +51,11 @@ def test_lags():
     assert loops["z[time]"].width == 3
 
 
+def test_long_seasons():
+    _, loops = loops_of(loop(count=120, lag=52), torch.randn(120))
+    assert loops["z[time]"].width == 52
+
+
 def second_order(y):
     states = [torch.zeros(()), torch.zeros(())]
     for t in range(10):
