@@ -51,6 +51,8 @@ from pyro_nami.inference import (
 from pyro_nami.reading.extraction import extract_bayesnet
 from pyro_nami.show.render import render
 
+__version__ = "0.2.0"  # the one place: pyproject.toml reads it from here
+
 __all__ = [
     "AmortizedPosterior",
     "AutoNaMIGuide",
@@ -65,6 +67,7 @@ __all__ = [
     "Verdict",
     "Verification",
     "WeightedSamples",
+    "__version__",
     "amortize",
     "annealed_importance_sampling",
     "calibrate",
