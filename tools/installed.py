@@ -100,7 +100,11 @@ def _check_command() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "model.py").write_text(MODEL)
         done = subprocess.run(
-            [command, "fit", "model.py:model"], cwd=folder, capture_output=True, text=True, check=False
+            [command, "fit", "model.py:model"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     assert done.returncode == 0, done.stderr
     assert "mean" in done.stdout
