@@ -200,7 +200,8 @@ def test_weights_in_the_store_that_a_guide_has_no_place_for_are_told(tmp_path):
     pyro.clear_param_store()
     pyro.get_param_store().load(tmp_path / "weights.pt")
     with pytest.raises(
-        ValueError, match="weights of this guide alone in the parameter store; got 'AutoNaMIGuide.network"
+        ValueError,
+        match="weights of this guide alone in the parameter store; got 'AutoNaMIGuide.network",
     ):
         AutoNaMIGuide(robust)(x)
     AutoNaMIGuide(robust, exact=False)(x, y)
