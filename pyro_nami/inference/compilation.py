@@ -137,8 +137,7 @@ class InferenceCompilation:
             data: simulations made before, all at once or an iterable of batches, in a form that `as_draws` takes. All
                 are shuffled into batches; batches are read again from the start, but an iterator ends the training. A
                 `DataLoader` with workers simulates ahead, for models that are slow.
-            refresh: number of draws of the guide to which the latents of a simulation may move after each epoch;
-                ``data`` must be given all at once.
+            refresh: draws of the guide that latents of ``data``, given all at once, may move to after an epoch.
             validation, validate_every: number of held-out simulations, or the simulations; steps between validations.
             patience: number of validations in a row without better weights after which training ends.
             progress: whether to show a progress bar.
