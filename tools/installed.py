@@ -22,7 +22,7 @@ from pyro.optim import ClippedAdam
 
 import pyro_nami
 
-EXTRAS = ("matplotlib", "arviz", "zuko", "sklearn", "pytest")  # packages that only extras bring
+EXTRAS = ("scipy", "matplotlib", "arviz", "zuko", "sklearn", "pytest")  # packages that only extras bring
 MODEL = """
 import torch
 import pyro
