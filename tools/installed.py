@@ -22,7 +22,14 @@ from pyro.optim import ClippedAdam
 
 import pyro_nami
 
-EXTRAS = ("scipy", "matplotlib", "arviz", "zuko", "sklearn", "pytest")  # packages that only extras bring
+EXTRAS = (
+    "scipy",
+    "matplotlib",
+    "arviz",
+    "zuko",
+    "sklearn",
+    "pytest",
+)  # packages that only extras bring
 MODEL = """
 import torch
 import pyro
