@@ -1,4 +1,4 @@
-"""Automatic, structured, amortized guides for Pyro.
+"""Posteriors of Pyro programs: `fit` for one data set, `amortize` for any, and a guide for SVI.
 
 Glossary, one word per concept:
 
@@ -7,10 +7,10 @@ Glossary, one word per concept:
 * inverse: `Inverse`, the network of a guide: for every latent, the parents that it is sampled given.
 * faithful: asserts no independence that the model lacks. Minimal: no parent can be left out.
 * elimination order: the reverse of the sampling order. Fill-in: a dependence that elimination adds.
-* predictive: a latent without observed descendants; drawn from the model's own conditional.
+* predictive: a latent without observed descendants, which is drawn from the model's own conditional.
 * joint: plates whose instances depend on each other given the data; pooled: read as a set of instances.
 * factor: the guide's conditional of one latent. Family: what kind of distribution that is (`register_family`).
-* anchor: the model's own conditional, which a factor's location and scale are relative to.
+* anchor: the model's own conditional, to which a factor's location and scale are relative.
 * covariate: what differs between the instances of a plate without being a site.
 * compilation: training a guide on the model's own simulations (`InferenceCompilation`), for all data sets at once.
 * weight: p(latents, data) / q(latents | data) of a draw, by which `importance_sample` corrects the guide.
@@ -51,6 +51,8 @@ from pyro_nami.inference import (
 from pyro_nami.reading.extraction import extract_bayesnet
 from pyro_nami.show.render import render
 
+__version__ = "0.2.0"  # the one place: pyproject.toml reads it from here
+
 __all__ = [
     "AmortizedPosterior",
     "AutoNaMIGuide",
@@ -65,6 +67,7 @@ __all__ = [
     "Verdict",
     "Verification",
     "WeightedSamples",
+    "__version__",
     "amortize",
     "annealed_importance_sampling",
     "calibrate",

@@ -127,10 +127,10 @@ def annealed_importance_sampling(
         target_acceptance: mean acceptance probability to steer step sizes for; None leaves them alone.
         observations: observed site -> value, in place of the model's own, as in `importance_sample`.
         chunk_size: number of data sets at a time, to bound memory; None for all.
-        resample: whether to resample chains; far fewer temperatures do then, and the evidence is consistent.
-        conditional_ess: share of the chains that are to stay effective from one temperature to the next, by which
-            temperatures are chosen for each data set; with ``resample``.
-        draws: more weighted draws of the guide than chains, to start from; with ``conditional_ess``.
+        resample: whether to resample chains; far fewer temperatures are enough then, and the evidence is consistent.
+        conditional_ess: share of the chains that stays effective from one temperature to the next. Temperatures are
+            chosen for each data set such that it does. It needs ``resample``.
+        draws: weighted draws of the guide, more than there are chains, to start from. It needs ``conditional_ess``.
         defensive: share of the chains that start from the prior, in place of the guide, as in `importance_sample`.
         progress: whether to show a progress bar.
 

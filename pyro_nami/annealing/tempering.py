@@ -394,7 +394,7 @@ def _check_latents(latents: Sites, guide: Callable | None) -> None:
         _bijection(site)
         if isinstance(site["scale"], Tensor) or site["scale"] != 1:
             raise NotImplementedError(
-                f"Expected a latent without scale at site '{name}': its prior is no density then."
+                f"Expected no scale at the latent '{name}': a scaled prior is no density."
             )
         if guide is not None and site["mask"] is not None and site["mask"] is not True:
             raise NotImplementedError(

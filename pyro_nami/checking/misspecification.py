@@ -30,9 +30,9 @@ def misspecification(
 ) -> Misspecification:
     """Measures how unusual a data set is among a model's simulations, and warns where it is.
 
-    A guide that was compiled on simulations extrapolates there, and the model itself may be wrong. Data sets of the
-    model itself get p-values below a level with that probability at most. Unusual is measured by what the model varies:
-    among simulations with heavy tails, one outlier may pass.
+    On unusual data a compiled guide extrapolates, and the model itself may be wrong. A data set of the model gets a
+    p-value below a level with at most that probability. What is unusual is judged by how the simulations vary: where
+    these have heavy tails, a single outlier may pass.
 
     Args:
         model: a Pyro model.

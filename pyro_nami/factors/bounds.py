@@ -29,12 +29,12 @@ __all__ = [
 class Bound(ABC):
     """A bound log p(value | s) <= or >= constant + linear s + quadratic s^2, in nats, for each element of a child.
 
-    The predictor s, ``(*batch, *event)``, is a linear function of the child's parents. The variational parameters
-    xi >= 0, one for each element, may be any: at each the bound is true. To add one,
+    The predictor s, ``(*batch, *event)``, is a linear function of the child's parents. The bound holds at all values
+    of the variational parameters xi >= 0, one for each element. To add a bound:
 
-    - say how to get s from a distribution of the type, below its wrappers (`leaf_predictor`);
-    - say what the bound is (`coefficients`), on which `side`, and where it is tightest (`tightest`);
-    - name it: ``register_bound(YourDistribution, YourBound())``.
+    - write `leaf_predictor`, which returns s of a distribution of the type, without masks and other wrappers;
+    - write `coefficients`, the bound itself, and `tightest`, the xi at which it is tightest; set ``side``;
+    - register it: ``register_bound(YourDistribution, YourBound())``.
 
     Attributes:
         side: ``"lower"`` or ``"upper"``.
@@ -65,7 +65,7 @@ class Bound(ABC):
         return torch.ones_like(s)
 
     def log_density(self, value: Tensor, s: Tensor) -> Tensor:
-        """Returns what is bounded, in nats for each element: the bound where it is tight, whose slope is right, too."""
+        """Returns the log density of each element, in nats, as the bound where it is tight; its slope in s is right."""
         at = s.detach()
         constant, linear, quadratic = self.coefficients(
             value, self.tightest(value, at, at.square())
@@ -77,7 +77,7 @@ class Bound(ABC):
         return _summed(fn, self.log_density(value, s))
 
     def log_bound(self, fn: Distribution, value: Tensor, xi: Tensor) -> Tensor:
-        """Returns the bound on ``fn.log_prob(value)`` in nats, ``(*batch,)``; as that, it is zero where `fn` masks.
+        """Returns the bound on ``fn.log_prob(value)`` in nats, ``(*batch,)``; both are zero where `fn` is masked.
 
         Args:
             fn: a distribution of the registered type, in any wrappers.
@@ -119,11 +119,11 @@ class JaakkolaJordan(Bound):
 
 
 def register_bound(distribution_type: type[Distribution], bound: Bound) -> None:
-    """Gives a type of distribution, and those derived from it, a bound; it replaces an earlier one.
+    """Registers a bound for a type of distribution and its subclasses, in place of an earlier bound.
 
     Raises:
-        TypeError: for a type that is no distribution, or a bound that is not a `Bound` (an instance, not a class).
-        ValueError: for a side other than ``"lower"`` and ``"upper"``.
+        TypeError: the type is no distribution, or the bound is no instance of `Bound`.
+        ValueError: the bound's side is neither ``"lower"`` nor ``"upper"``.
     """
     if not (isinstance(distribution_type, type) and issubclass(distribution_type, Distribution)):
         raise TypeError(

@@ -22,12 +22,15 @@ __all__ = ["Family", "SequentialElements"]
 
 
 class Family(ABC):
-    """Parameter shapes of one site and the distribution they make; it holds numbers and functions, no parameters.
+    """The kind of distribution at one site: how many raw parameters an element has, and which density they make.
+
+    A family holds numbers and functions; networks hold the parameters.
 
     To add one:
 
-    - subclass `Family`, or one that comes near, with ``num_params`` (and what else of the attributes differs);
-    - write `elements`, from raw parameters to densities of one element, and `initial`, to parameters to start from;
+    - subclass `Family`, or a similar family, and set ``num_params`` and every other attribute that differs;
+    - write `elements`, which makes the distribution of one element from raw parameters, and `initial`, which returns
+      the parameters to start from;
     - name it: ``register_family("name", YourFamily)``, or give it as ``families={"site": YourFamily}``.
 
     Args:
@@ -38,10 +41,10 @@ class Family(ABC):
         coupling: how elements that depend on each other are drawn: in ``"sequence"``, each given those before it;
             at once, their noise coupled by a ``"linear"`` map (see `coupled_distribution`); or they never depend on
             each other (``"none"``). Subclasses do not inherit it.
-        varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
-        alike: attributes by which families of one type differ, if these alone, and the parameters, say what `elements`
-            they make: those of several sites can then be taken together. Subclasses do not inherit it.
-        layout: of the value as elements, of type ``layout_type``.
+        varies: whether the support or a count differs from call to call, so that `at` is given the current prior.
+        alike: names of attributes. Two families of one type that agree in these make the same `elements` from the same
+            parameters, so the elements of several sites can be computed together. Subclasses do not inherit it.
+        layout: how the value is divided into elements, of type ``layout_type``.
 
     Example:
         >>> class Laplace(Family):

@@ -63,11 +63,15 @@ def make_family(spec: FamilySpec, name: str, prior: Distribution, value: Tensor)
 
 
 def register_family(name: str, factory: FamilyFactory) -> None:
-    """Gives a family a name, to be used in ``families=``.
+    """Registers a family under a name that ``families=`` takes.
 
     Args:
-        name: may replace an earlier registration; ValueError for that of a built-in family.
-        factory: a `Family` subclass, or a callable of a site's name, prior and value that returns one; else TypeError.
+        name: of the family; an earlier registration is replaced.
+        factory: a `Family` subclass, or a callable of a site's name, prior and value that returns a `Family`.
+
+    Raises:
+        ValueError: the name is that of a built-in family.
+        TypeError: the factory cannot be called.
     """
     if name in _BUILT_IN:
         raise ValueError(

@@ -241,9 +241,9 @@ def mixture(components: int) -> Callable[[str, Distribution, Tensor], Family]:
 def flow(bins: int, transforms: int = 0) -> Callable[[str, Distribution, Tensor], Family]:
     """Returns the family of splines with this many bins, for ``families={"z": flow(16)}``.
 
-    Elements of vectors read those before them; or, with ``transforms``, noise goes through as many autoregressive
-    splines in sequence, in turn from either end, and then through each element's own. Draws take as many more steps.
-    Numbers within bounds are then the CDF of Normal ones, no logistic function of them.
+    By default an element of a vector reads the elements before it. With ``transforms``, noise goes through that many
+    autoregressive splines, which read the vector from alternating ends, and then through a spline for each element;
+    a draw takes as many more steps. Numbers within bounds are then the CDF of Normal numbers, not a logistic function.
 
     Raises ValueError for fewer than two bins, or fewer than no transforms.
     """

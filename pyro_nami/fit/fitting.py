@@ -87,8 +87,8 @@ def fit(
         progress: whether to show what is being done.
 
     Raises:
-        ValueError: a model without latents, or without data; an improper posterior, with the latent along which it is;
-            a log density that is finite nowhere.
+        ValueError: a model without latents, or without data; an improper posterior (the message names the latent); a
+            log density that is finite nowhere.
         NotImplementedError: plates with random subsampling.
         Interrupted: at Ctrl-C, with what was found so far.
 

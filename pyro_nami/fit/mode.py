@@ -59,8 +59,8 @@ def highest(
             before = now
     if not is_found:
         warn(
-            "No mode of the posterior was found: its density rises without bound, or for too long, so that the "
-            "likeliest draw stands for it. Means and quantiles have no such trouble."
+            "No mode of the posterior was found: its density rises without bound, or for too many steps. The draw of "
+            "the highest density is returned in its place. Means and quantiles are not affected."
         )
         return dict(draw)
     with torch.no_grad():

@@ -20,7 +20,7 @@ TOLD_SPREAD = 0.1
 
 
 class Verdict(str):
-    """A sentence on draws.
+    """A sentence that says whether draws can be trusted.
 
     Args:
         kind: ``"exact"``, ``"checked"`` or ``"not to be trusted"``; the sentence begins with it.
@@ -65,7 +65,7 @@ class Verdict(str):
         return self.kind != "not to be trusted"
 
     def of_fewer(self, effective: float) -> Verdict:
-        """Returns the verdict on an effective number of draws that were taken from those of this one."""
+        """Returns the verdict on draws that were taken from these, with an effective number of their own."""
         error = max(self.error, _error(effective))
         return Verdict(self.kind, self.reason, error, self.spread * error / self.error, self.worst)
 

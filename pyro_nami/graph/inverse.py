@@ -22,17 +22,18 @@ from pyro_nami.graph.sites import NO_PLATES, Edge, Plates
 
 @dataclass(frozen=True)
 class Inverse:
-    """A factorization of the posterior, the product over latents v, last eliminated first, of q(v | parents[v]).
+    """A factorization of the posterior: the product of q(v | parents[v]) over the latents v.
 
     Args:
         net: the network that is inverted.
         order: the latents in elimination order; ``reversed(order)`` is a sampling order.
-        parents: for each latent, the sites it reads, and the plates shared with each that it is read *across*. On
-            the other shared plates the two are aligned; plates that the latent lacks are always read across.
-        joint: for latents that have any, the plates over which instances form one block, autoregressive inside.
+        parents: for each latent, the sites that it reads. Each comes with the shared plates that it is read *across*:
+            all of its instances along them are read. On the other shared plates an instance reads the one with its own
+            index. Plates that the latent does not lie in are always read across.
+        joint: latent -> the plates over which its instances form one block, each instance given those before it.
         predictive: the latents whose factor is the model's own conditional.
-        exact: the latents that were eliminated first as their conditionals are known exactly, in elimination order; it
-            says why the order is what it is, and takes no part in comparisons.
+        exact: the latents that were eliminated first, in this order, as their conditionals are known exactly. They
+            explain the order, and do not count when inverses are compared.
 
     Raises:
         ValueError: the order is not one of all latents (marginalized ones aside), or a latent reads a site that is
@@ -113,7 +114,8 @@ class Inverse:
         """Adds dependencies (Webb et al. 2018, section 3.4); a latent that gains one is no longer predictive.
 
         Args:
-            extra: pairs ``(parent, latent)``, aligned on the plates they share, but those of the latent's block.
+            extra: pairs ``(parent, latent)``. An instance reads the parent with its own index on the plates that both
+                lie in, and all instances along plates of the latent's block.
 
         Raises:
             ValueError: a parent is neither observed nor sampled before its latent.

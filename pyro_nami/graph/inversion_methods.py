@@ -45,8 +45,9 @@ def nami(
         direction: ``"forward"`` eliminates in topological order, ``"reverse"`` in reverse topological order (so it
             samples in the model's order), ``"free"`` by min-fill alone, and ``"auto"`` takes the one of forward and
             reverse with fewer grounded edges (ties: fewer levels, then reverse); on deep networks ``"free"`` can have
-            fewer than either. A latent goes before one that its support depends on in every direction.
-        blocks: an ordered partition of the latents, but marginalized ones, each eliminated before the next.
+            fewer than either. In every direction a latent is eliminated before the latents that its support depends
+            on.
+        blocks: lists of latents, each block eliminated before the next. They hold all latents but marginalized ones.
 
     Raises:
         TypeError: ``net`` is not a `BayesNet`.
@@ -72,8 +73,8 @@ def nami_steps(
 ) -> list[Step]:
     """Returns the steps by which `nami` reaches its inverse; the arguments are those of `nami`.
 
-    The first frontier is of latents with no latent parent, as in the paper; latents whose parents are all observed
-    belong to it. A latent of a later block joins the frontier only when its block's turn comes.
+    The first frontier holds the latents that have no latent parent, as in the paper. A latent of a later block joins
+    the frontier only when all earlier blocks are eliminated.
 
     Example:
         >>> net = BayesNet.from_edges(["ac", "bc", "cx"], observed="x", nodes="abcx")

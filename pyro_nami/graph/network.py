@@ -208,8 +208,8 @@ class BayesNet:
     def ground(self) -> BayesNet:
         """The network with every plate unrolled; its sites are named by `Instance`.
 
-        Nesting is ignored: sites get an instance for every combination of indices, as if all occurred. The ragged
-        network is a part of the result, and independent in it what is independent here.
+        Nesting is ignored: a site gets an instance for every combination of indices, as if all occurred. The ragged
+        network is a part of the result, so what is independent in the result is independent in the ragged network.
         """
 
         def sources(parents: Iterable[Hashable], target: Instance) -> list[Instance]:
@@ -248,12 +248,12 @@ class BayesNet:
         return [Instance(name, indices) for indices in itertools.product(*axes)]
 
     def closure(self, plates: Iterable[Hashable]) -> Plates:
-        """The plates, and those whose index they determine."""
+        """The given plates, and the plates whose index these determine."""
         plates = frozenset(plates)
         return plates.union(*(self.nesting.get(plate, ()) for plate in plates))
 
     def generators(self, plates: Iterable[Hashable]) -> Plates:
-        """Those of ``plates`` that no other of them determines."""
+        """The plates among ``plates`` that no other one among them determines."""
         plates = frozenset(plates)
         return plates.difference(*(self.nesting.get(plate, ()) for plate in plates))
 
@@ -265,7 +265,8 @@ class BayesNet:
     def num_pairs(self, a: Plates, b: Plates, across: Plates) -> int:
         """The number of pairs of an instance in plates ``a`` and one in plates ``b`` that an edge joins.
 
-        The two are aligned on the plates they share, those of ``across`` aside. Nested plates count as balanced.
+        The two instances agree on the plates that both lie in, except for those in ``across``. Instances of a nested
+        plate count as if they were spread evenly.
         """
         if not self.nesting:
             return self.num_instances(a | b) * self.num_instances(across)

@@ -41,10 +41,11 @@ class Site:
         name: any hashable value.
         plates: the plates the site lies in.
         observed: whether inference conditions on the site.
-        support_parents: those that the site's *support* depends on (``z ~ Uniform(0, hi)``), sampled before it.
+        support_parents: the parents that the site's *support* depends on, as ``hi`` in ``z ~ Uniform(0, hi)``. A guide
+            samples them before the site.
         marginalized: whether the model sums the latent out (enumeration), so that no guide samples it.
-        lag: of a site that stands for all steps of a loop. Of states: how many steps back others are that a state, or
-            the data of a step, depends on together with it. Of data: how many steps after the last state they read.
+        lag: for a site that stands for all steps of a loop. For states: how many steps back a state, or the data of
+            its step, depends on other states. For data: the steps from the last state that they read to their own.
 
     Raises:
         ValueError: the site is both observed and marginalized.

@@ -20,7 +20,7 @@ from pyro_nami.graph.sites import NO_PLATES, Edge, Plates
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether an inverse is faithful (its truth value) and minimal.
+    """Whether an inverse is faithful, which is the truth value of this object, and whether it is minimal.
 
     Attributes:
         missing: the dependencies ``(parent, latent)`` that the posterior has and the inverse lacks, with the plates
@@ -36,12 +36,12 @@ class Verification:
 
     @property
     def minimal(self) -> bool:
-        """Whether the inverse is faithful, and no longer so without any one of its edges."""
+        """Whether the inverse is faithful, and would not be without any one of its edges."""
         return not self.missing and not self.redundant
 
     @property
     def verdict(self) -> str:
-        """The two in words."""
+        """Faithfulness and minimality in words."""
         if self.minimal:
             return "minimally faithful"
         return "faithful, not minimal" if self else "not faithful"
@@ -59,9 +59,9 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
 
     Along the sampling order, instance by instance (a joint block in the order of its indices), let W be the data and
     the instances sampled so far. The posterior of v given W *needs* those u in W that are not d-separated from v by
-    the rest of W. An inverse is faithful iff every v reads all it needs. It is minimal iff besides that a factor (an
-    instance or a joint block) reads nothing that none of its instances needs, and a block is joint over no plate
-    across which none of its instances needs another.
+    the rest of W. An inverse is faithful if every v reads all that it needs. A faithful inverse is minimal if each
+    factor (an instance or a joint block) reads only what at least one of its instances needs, and is joint over a
+    plate only if one of its instances needs another one across that plate.
 
     Instances of a plate are exchangeable, so plates of more than 3 instances are cut to 3.
 

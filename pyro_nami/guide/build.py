@@ -115,9 +115,9 @@ def assemble(
         log_modes(found.tables)
         for name, reason in found.plan.sampling.doubts.items():
             warn(
-                f"The prior of '{name}' is improper, and there may be no posterior: {reason}. That is so where there "
-                "are too few data, or where a covariate tells outcomes apart without an error. It is learned as if "
-                f"there were one; give '{name}' a proper prior."
+                f"The prior of '{name}' is improper, and its posterior may be, too: {reason}. The usual causes are too "
+                f"few data, and a covariate that separates the outcomes without an error. '{name}' is learned as if "
+                "its posterior were proper; give it a proper prior."
             )
         return found
 
@@ -479,9 +479,9 @@ def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:
     assert bound is not None
     if all(bool((site["fn"].log_prob(value) == -torch.inf).any()) for site in runs):
         warn(
-            f"Some data of site '{child}' have log-probability -inf at each of {len(runs)} draws of its parents: where "
-            "no parent that is active leads to an element, as a leak of zero leaves it, a 1 there is impossible. Give "
-            "such elements a small leak."
+            f"Some data of site '{child}' are impossible (log probability -inf) at all of {len(runs)} draws of its "
+            "parents. An element without a leak cannot be 1 where none of its parents is active: give such elements a "
+            "small leak."
         )
     s = torch.cat(
         [bound.predictor(site["fn"]).detach().reshape(-1, event.numel()) for site in runs]

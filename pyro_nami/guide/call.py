@@ -238,14 +238,14 @@ def _notice(fresh: tuple[str, ...], before: Sites, now: Sites) -> str:
     for site in (now[name] for name in fresh if "stack" in now[name]):
         (count,), series = site["fn"].event_shape, site["part"]
         return (
-            f"This call has {count} steps of '{series.sites[0]}', and training had {series.length}: steps of training "
-            "are drawn as in training, further steps from the model's own conditional given all others, whatever data "
-            "this call brings. To infer further steps from data, train a guide on these data."
+            f"This call has {count} steps of '{series.sites[0]}', and training had {series.length}. Steps of training "
+            "are drawn as in training; further steps are drawn from the model's own conditional given all others, and "
+            "data of this call do not change them. To infer further steps from data, train a guide on these data."
         )
     return (
         f"The guide was trained on data without {quoted(fresh)} as this call has them{reason}: they are drawn from the "
-        "model's own conditional given all others, whatever data this call brings. To infer them from data, pass these "
-        "as observations={site: value}, or train the guide on them."
+        "model's own conditional given all others, and data of this call do not change them. To infer them from data, "
+        "pass the data as observations={site: value}, or train the guide on them."
     )
 
 

@@ -42,8 +42,8 @@ def find_covariates(first: FirstCall, *, most: int = 64) -> Covariates:
     full = [name for name, search in searches.items() if len(search.columns) >= most]
     for name in full[:1]:
         warn(
-            f"Site '{name}' differs between the instances of its plate in {most} covariates at least, and factors read "
-            "no others."
+            f"The instances of site '{name}' differ in {most} covariates or more. Factors read only the first {most} "
+            "that were found."
         )
     columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
     used = {

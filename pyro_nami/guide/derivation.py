@@ -319,8 +319,8 @@ def _as_constants(current: Pass, group: ConjugateGroup) -> Any:
     names, remedy = quoted(group.members), f"rules={dict.fromkeys(group.members, 'learned')}"
     if group.needed:
         raise NotImplementedError(
-            f"Expected a guide that a compiled objective calls first; got one that was called before, and derives "
-            f"{names} about modes that depend on what is drawn before. Make the guide anew, or with {remedy}."
+            "Expected a new guide for a compiled objective; this one was called before, and derives "
+            f"{names} about modes that move with latents drawn earlier. Make a new guide, or one with {remedy}."
         )
     found = outside_of_traces(lambda: derive(current, group))
     one = valid_at(current.plan, current.call, names, remedy)
@@ -331,7 +331,7 @@ def _as_constants(current: Pass, group: ConjugateGroup) -> Any:
 def valid_at(plan: Plan, call: Call, names: str, remedy: str) -> Tensor:
     """Returns 1; the traced function raises ValueError for tensor arguments other than those of the trace."""
     message = (
-        f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
+        f"Expected the data that a compiled objective was compiled at, as {names} were derived from them; got others. "
         f"Where data change, make the guide with {remedy}."
     )
     leaves = [leaf for leaf in call.program.leaves() if isinstance(leaf, Tensor)]

@@ -82,9 +82,9 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     scored = traced and pyro.poutine.get_mask() is not False
     if private and (scored or outside.relocation is not None):
         raise NotImplementedError(
-            f"Expected a guide that draws '{min(private)}' after all others, in order to score a call that has other "
-            "instances of it; this one draws others given those of training. `Predictive` works; for densities use "
-            "another `inverse`, or give the data as observations=."
+            f"Expected a call with the instances of '{min(private)}' that training had, as this guide draws other "
+            "latents given them; got others, at which it has no density. `Predictive` works. For densities use another "
+            f"`inverse`, which draws '{min(private)}' last, or give the data as observations=."
         )
     return current
 
@@ -340,8 +340,9 @@ def _mask(current: Pass, rule: Rule, site: Message) -> Tensor | None:
     untold = rule.is_untold and mask is not None and not torch.jit.is_tracing() and bool(mask.any())
     if untold and current.state.network.tells(f"{rule.name}, masked"):
         warn(
-            f"All of '{rule.name}' was masked at the guide's first call, which does not show how data depend on it. "
-            "What was derived there may be wrong now: make the guide anew, and call it first where some of it counts."
+            f"All of '{rule.name}' was masked at the guide's first call, so that call did not show how data depend on "
+            "it, and its conditional may be wrong now. Make a new guide, and call it first with data where not all of "
+            "it is masked."
         )
     return mask
 

@@ -249,8 +249,8 @@ def _dependence(
     if elements <= MOST_COUPLED:
         return "linear"
     warn(
-        f"Site '{name}' has {elements} elements that depend on each other given the data; more than {MOST_COUPLED} "
-        "are drawn independently."
+        f"Site '{name}' has {elements} elements that depend on each other given the data. As these are more than "
+        f"{MOST_COUPLED}, they are drawn independently, without their correlations."
     )
     return "independent"
 

@@ -167,14 +167,16 @@ def first_conditionals(current: Pass, group: ConjugateGroup) -> Any:
         if sites is not None:
             current.derived.sites.update(sites)
             return kept.conditionals
-    remedy = f"A guide with rules={dict.fromkeys(group.members, 'learned')} takes them."
+    remedy = f"A guide with rules={dict.fromkeys(group.members, 'learned')} can be trained on them."
     try:
         found = joint.found(group)
     except ValueError as error:
         raise ValueError(f"At these data {error}. {remedy}") from error
     flaw = found.flaw if isinstance(found, Collapsed) else ""
     if flaw and current.state.network.tells(flaw):
-        warn(f"At these data {flaw}: draws are rough there, as importance weights tell. {remedy}")
+        warn(
+            f"At these data {flaw}, so draws are rough; importance weights say by how much. {remedy}"
+        )
     return found
 
 
@@ -187,8 +189,8 @@ def log_modes(tables: Mapping[ConjugateGroup, Any]) -> None:
         found = kept.conditionals
         if isinstance(found, Collapsed) and len(found.others) and not found.flaw:
             logging.getLogger(__name__).warning(
-                "The posterior of %s has several modes, one of them %.1f nats below the highest, about which the guide "
-                "draws. Where the others count, give these latents priors, or an order, that tell modes apart.",
+                "The posterior of %s has several modes, and the guide draws about the highest; another one is %.1f "
+                "nats below it. If the others matter, give these latents priors, or an order, that tell modes apart.",
                 quoted(group.members),
                 min(found.others),
             )

@@ -49,14 +49,14 @@ def check_store(module: PyroModule) -> None:
     for name, other in pyro.get_param_store()._params.items():
         if name.startswith(f"{module._pyro_name}.") and name not in own and other not in _made:
             raise ValueError(
-                f"Expected weights of this guide in the parameter store; got '{name}' as well, of a guide that was "
-                "made from another call. Let the first call be one with the data that it was trained on."
+                f"Expected weights of this guide alone in the parameter store; got '{name}' as well, from a guide with "
+                "another first call. Call this guide first with the data that the stored weights were trained on."
             )
     if shared:
         logging.getLogger("pyro_nami").warning(
-            "The parameter store holds the weights of another guide named '%s', so this one starts from them, and "
-            "trains them: so Pyro has it. Call pyro.clear_param_store() before making a guide of its own, or use "
-            "pyro.settings.set(module_local_params=True).",
+            "The parameter store holds the weights of another guide named '%s'. As all of Pyro's guides do, this one "
+            "starts from them, and trains them. For weights of its own call pyro.clear_param_store() before the guide "
+            "is made, or use pyro.settings.set(module_local_params=True).",
             module._pyro_name,
         )
 

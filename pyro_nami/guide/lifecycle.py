@@ -55,8 +55,8 @@ from pyro_nami.reading.covariates import column_of, plain_column
 __all__ = ["LazyGuide"]
 
 OTHER_STRUCTURE = (
-    "The arguments and data of a guide's first call decide what is derived, and the sizes of its networks. Call the "
-    "new guide with data of training first, or save the state with save_data=True."
+    "The arguments and data of a guide's first call decide what is derived, and the sizes of its networks. Before "
+    "loading, call the new guide with the data of training, or save the state with save_data=True."
 )
 
 
@@ -335,8 +335,8 @@ class LazyGuide(AutoGuide):
             return
         if self._plan is not None and self._reader.memory.history.is_trained:
             raise ValueError(
-                "Expected a guide that serves any data; got one that was trained on one data set already, which says "
-                "nothing of others. Make it with mode='amortized'."
+                "Expected a guide that answers for any data; this one was already trained on one data set. Make a new "
+                "one with mode='amortized'."
             )
         self._options = self._options._replace(mode=Mode.AMORTIZED)
         self._unmake()

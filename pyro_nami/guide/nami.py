@@ -48,14 +48,15 @@ _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]
 
 
 class AutoNaMIGuide(DensityGuide):
-    r"""An amortized guide that can represent the posterior: a faithful inverse of the model, with no more edges.
+    r"""A guide for any Pyro model: it derives the conditionals that the model gives, and learns the others.
 
-    At its first call the guide runs the model, reads its Bayesian network off the run, inverts that network with NaMI,
-    and builds masked autoregressive networks on the inverse. The factor of a latent v is q(v | Pa(v)) with Pa(v) its
-    parents in the inverse, observed sites among them, so one guide can serve all data sets of the model (``mode``). Its
-    parameters come from the network's output relative to the model's own conditional (the anchor).
+    At its first call the guide runs the model, reads its Bayesian network off runs, and inverts that network with NaMI:
+    the inverse can represent the posterior, and has no needless edge. A latent v is drawn from q(v | Pa(v)), where
+    Pa(v) are its parents in the inverse, observed sites among them. This is v's own conditional where the model gives
+    it; elsewhere it is a factor whose parameters masked autoregressive networks give, relative to the model's own
+    conditional (the anchor). ``mode`` says whose data the guide answers for.
 
-    Everything else is as with Pyro's own guides.
+    It is used as Pyro's own guides are.
 
     Args:
         model: a Pyro model.
@@ -73,31 +74,31 @@ class AutoNaMIGuide(DensityGuide):
         embeddings: observed site -> module ``(batch, *event)`` to ``(batch, features)``; the guide trains a copy.
         pooling: how a set of instances is encoded: ``"mean"``, ``"attention"``, or a callable
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
-        evidence: whether each instance of a pooled plate adds precision to Normal factors; see `guide.parameters`.
-        exact: whether latents are drawn from their exact conditional where it has a closed form:
-            `pyro_nami.deriving.finder` derives it from the model. They have no weights and no first step. With
-            ``inverse="auto"``, latents are ordered such that most of them have one. With ``anchor=True`` only.
-        rules: latent -> ``"learned"`` for networks in place of its exact conditional; ``"exact"`` to be told if it has
-            none; ``"located"`` for a mode that is searched for in each step, where more than a few weights of the
-            model's own would move it; ``"bounded"`` for its conditional by a bound on its children's likelihood
-            (`pyro_nami.Bound`), whose parameters networks give, the default for binary vectors under a linear one;
-            ``"bound"`` for that of the tightest bound, without networks. Where the inverse is no mean field, networks
-            correct a bounded one.
-        mode: what the guide answers for. ``"fixed"``: the one data set that it is trained on, subsampled plates
+        evidence: whether each instance of a pooled plate adds precision to Normal, sinh-arcsinh and flow factors.
+        exact: whether latents are drawn from their conditional where the model gives it in closed form
+            (`pyro_nami.deriving.finder` derives it). Such latents have no weights. With ``inverse="auto"``, latents
+            are ordered such that most of them have such a conditional. It needs ``anchor=True``.
+        rules: latent -> how it is drawn. ``"learned"``: by networks, in place of its exact conditional. ``"exact"``:
+            an error if there is no exact conditional. ``"located"``: about its posterior mode, also where weights of
+            the model's own move the mode in each step. ``"bounded"``: from its conditional under a bound on the
+            likelihood of its children (`pyro_nami.Bound`), with parameters that networks give, and corrected by
+            networks unless the inverse is a mean field; the default for binary vectors under a linear bound.
+            ``"bound"``: from its conditional under the tightest bound, without networks.
+        mode: whose data the guide answers for. ``"fixed"``: the one data set that it is trained on, subsampled plates
             included; later calls have that posterior, whatever their arguments. ``"minibatches"``: one data set of
             which each training step has another part among its arguments. ``"amortized"``: the data of each call.
             ``"auto"``: fixed, until training steps turn out to be on minibatches.
         max_offsets: in a fixed guide each instance of a plate has parameters of its own (offsets, see
             `pyro_nami.parameters.free_parameters`), unless a latent has more instances than this.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
-        init_loc_fn: one of Pyro's initialization strategies, for the location at the first step; by default a little
-            off the origin of unconstrained space, where gradients of many models are zero for reasons of symmetry, or
-            off the medians of priors, or places on the way there, of those latents for which data are likelier there
-            (not with ``observed``).
+        init_loc_fn: one of Pyro's initialization strategies, for the location at the first step. By default latents
+            start near the origin of unconstrained space, or nearer to the median of their prior where the data are
+            likelier there (not with ``observed``); a little aside, as symmetric models have no gradient in the middle.
         init_scale: scale at the first step, in unconstrained space; at most that of a known prior.
         create_plates: as in Pyro: a callable from the model's arguments to plates.
         activation: of all hidden layers; by default tanh, and silu in the encoders of sets.
-        save_data: whether ``state_dict`` holds the data last seen in training, for calls without; else their checksums.
+        save_data: whether ``state_dict`` holds the data of training, so that a loaded guide needs none. By default it
+            holds checksums, by which a loaded guide recognizes these data.
 
     Raises:
         ValueError, TypeError: for options out of range. Those that name sites are checked at the first call.
@@ -220,7 +221,7 @@ class AutoNaMIGuide(DensityGuide):
 
     @property
     def mode(self) -> str:
-        """What the guide answers for: ``"fixed"``, ``"minibatches"`` or ``"amortized"``; see the option."""
+        """Whose data the guide answers for: ``"fixed"``, ``"minibatches"`` or ``"amortized"``; see the option."""
         if self._plan is None:
             return (self._options.mode or Mode.FIXED).value
         self._settle()
@@ -228,7 +229,7 @@ class AutoNaMIGuide(DensityGuide):
 
     @property
     def grid_points(self) -> int:
-        """At how many points at once the model is run for a draw, at most."""
+        """The largest number of points at which a draw runs the model at once."""
         return self._made().grid_points
 
     @property

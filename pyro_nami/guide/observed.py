@@ -72,7 +72,7 @@ def standardized(node: Any, value: Tensor, plan: Plan, network: InverseNetwork) 
         features = plan.features(node, value)
     if features.shape[-1] != len(network.standard(node)[0]):
         raise ValueError(
-            f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
+            f"Expected site '{node}' with the event shape that it had at the guide's first call; got a value of shape "
             f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
         )
     return tempered(network.standardize(node, features))

@@ -261,9 +261,9 @@ class Pass:
         for name, share in self.derived.lost().items():
             if share > MOST_LOST and self.state.network.tells(f"{name}, bounds"):
                 warn(
-                    f"At these data {share:.1g} of what they leave of '{name}' lies outside of the bounds of its "
-                    "prior, which was taken for flat: it is drawn within them, but no longer from the exact "
-                    f"conditional. Widen the prior, or make the guide with rules={{'{name}': 'learned'}}."
+                    f"At these data a share of {share:.1g} of the conditional of '{name}' lies outside of the bounds "
+                    f"of its prior, which was taken for flat. '{name}' is drawn within the bounds, but no longer from "
+                    f"its exact conditional. Widen the prior, or make the guide with rules={{'{name}': 'learned'}}."
                 )
 
     def _warn(self, finite: Values) -> None:
@@ -274,7 +274,7 @@ class Pass:
                 warn(
                     f"The exact conditional of '{name}' is not finite at {count} of its {each.numel()} instances, so "
                     "its prior stands in for it there. Look for infinite data and for scales near zero, and mask rows "
-                    f"that are to say nothing; rules={{'{name}': 'learned'}} does without the exact conditional."
+                    f"that should not count. With rules={{'{name}': 'learned'}} no exact conditional is needed."
                 )
 
 

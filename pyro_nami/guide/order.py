@@ -59,7 +59,7 @@ def find_order(first: FirstCall, search: Search, flaws: Mapping[str, str]) -> Sa
     compiled = [name for name in refused if refused[name] == COMPILED and name not in groups]
     if compiled:
         logging.getLogger(__name__).warning(
-            "Learned, as the objective is compiled, where plain objectives derive modes: %s.",
+            "These latents are learned, as the objective is compiled; without compilation modes are derived: %s.",
             quoted(sorted(compiled)),
         )
     if finder and interleaved:

@@ -284,7 +284,7 @@ def new_site(name: str) -> str:
     """Returns the message for a site that the guide's first call did not have."""
     return (
         f"Expected the sites of the guide's first call; got a new site '{name}'. A guide's structure is fixed at its "
-        f"first call: make a new guide, and its first call with all sites that there may be.{_of_loops(name)}"
+        f"first call: make a new guide, and call it first with all sites that may occur.{_of_loops(name)}"
     )
 
 
@@ -307,5 +307,5 @@ def observed_latent(name: str) -> str:
     """Returns the message for a latent of the guide's first call that a call observes."""
     return (
         f"Expected latent '{name}' of the guide's first call, which had no data for it; this call observes it, and the "
-        f"guide does not read it. Make a new guide, and its first call with data, or name it: observed=['{name}']."
+        f"guide does not read it. Make a new guide and make its first call with data, or name it: observed=['{name}']."
     )

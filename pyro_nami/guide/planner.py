@@ -145,7 +145,7 @@ def _latents(first: FirstCall) -> list[str]:
         # no warning of Python's, as Pyro's own guides are silent here
         logging.getLogger(__name__).warning(
             "Expected a model with at least one latent sample site; got a model with %s, for which the guide is "
-            "empty. If a site shall be inferred, do not pass it a value at the guide's first call, or name it in "
+            "empty. To infer a site, pass it no value at the guide's first call, or name it in "
             "`blocks`.",
             "observed sites only: " + quoted(observed) if observed else "no sites",
         )

@@ -282,9 +282,9 @@ class CallReader:
         if not names or self._rows_at(answer, own) is not None:
             return False
         self._tell(
-            f"{quoted(names)} are inferred from the rows of data that this call brings, whatever these "
-            "were in training, as the arguments of training do not hold data of these instances. Pass all data to the "
-            "model in every step and subsample them there, for the guide to keep to them."
+            "The arguments of training do not hold the data of all instances that this call has, so "
+            f"{quoted(names)} are inferred from the rows of data in this call, even where training had others. To keep "
+            "to the data of training, pass all data to the model in every step, and subsample them there."
         )
         return True
 

@@ -37,17 +37,17 @@ __all__ = ["InferenceCompilation"]
 class InferenceCompilation:
     """Trains a guide on joint draws of a model, to minimize E_p(z, x)[-log q(z | x)].
 
-    That is the KL divergence from posterior to guide, averaged over the model's own data, up to a constant. A step is
-    one vectorized run of the model and one dense pass of the guide.
+    Up to a constant, that is the KL divergence from the posterior to the guide, averaged over data sets that the model
+    simulates. A step is one vectorized run of the model and one dense pass of the guide.
 
-    The model's parameters are left alone. Data among its arguments are resampled, so only their shapes count.
+    The model's parameters are not trained. Data among its arguments are simulated anew, so only their shapes count.
 
     Args:
         model: a Pyro model.
         guide: any guide that accepts ``observations=``; see `CompilationLoss`.
         optim: an optimizer of Pyro's, or a function from the guide's parameters to one of torch's.
-        batch_size: simulations a step; or a function from the number of steps done to it. Batches of
-            ``data`` given all at once change their size with the epoch.
+        batch_size: number of simulations a step, or a function from the number of steps done to that number. If
+            ``data`` are given all at once, the size changes only between epochs.
         observed: sites to condition on that the model samples without data, beside those of ``guide.observed``.
         scheduler: a function from a torch optimizer to one of torch's schedulers; see `Optimization`.
         clip_norm: largest norm of the gradient.
@@ -99,7 +99,7 @@ class InferenceCompilation:
 
         Raises:
             ValueError: if loss or gradient are not finite, naming the site; the guide then has the weights of the last
-                step at which they were. If more than a tenth of all simulations are not finite, naming the site.
+                step at which they were. Also if more than a tenth of all simulations are not finite.
         """
         self._ask_for_any_data()
         trainer, simulations = self._set_up(_constant(args, kwargs))
@@ -127,8 +127,9 @@ class InferenceCompilation:
     ) -> History:
         """Takes a number of training steps; a single one if all conditionals are derived and the guide has no weights.
 
-        With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones; see
-        `Trainer.validate` for latents that move. Each call begins a history of its own; weights and optimizer go on.
+        With validation the guide ends with the weights of the lowest validation loss (where latents move, see
+        `Trainer.validate`), otherwise with the last ones. A further call goes on with weights and optimizer, and begins
+        a new history.
 
         Args:
             steps: number of steps.
@@ -138,7 +139,7 @@ class InferenceCompilation:
                 `DataLoader` with workers simulates ahead, for models that are slow.
             refresh: draws of the guide that latents of ``data``, given all at once, may move to after an epoch.
             validation, validate_every: number of held-out simulations, or the simulations; steps between validations.
-            patience: validations without others to keep after which training ends.
+            patience: number of validations in a row without better weights after which training ends.
             progress: whether to show a progress bar.
             tracker: a function of name, value and step, called with each ``loss`` and ``validation_loss``.
 

@@ -367,9 +367,9 @@ def _matched_latents(single: Weighed) -> tuple[str, ...]:
     )
     for name, site in drawn.items():
         if name not in latents:
-            what = "observed" if name in sites else "none of its sites"
+            what = "observed in the model" if name in sites else "no site of the model"
             raise ValueError(
-                f"Expected a guide that samples latents of the model; it samples '{name}', which is {what} there."
+                f"Expected a guide that samples latents of the model only; it samples '{name}', which is {what}."
             )
         own, fn = sites[name]["fn"], site["fn"]
         if fn.shape() != own.shape():

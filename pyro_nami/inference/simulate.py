@@ -330,8 +330,8 @@ class Simulator:
         """Raises where no simulations can be made, or a name that a user has given is no site's."""
         for name in sorted(given - self.single.keys()):
             raise ValueError(
-                f"Expected names of the model's sites, {quoted(self.single)}, in observed; got '{name}'. Of sites that "
-                "are deterministic, or a Delta, `amortize` makes data."
+                f"Expected names of the model's sites, {quoted(self.single)}, in observed; got '{name}'. "
+                "`amortize` also takes deterministic sites, and a Delta, as data."
             )
         for role, names in (("latent", self.latent), ("observed", self.observed)):
             if not names:
@@ -343,7 +343,7 @@ class Simulator:
             check_declared(site, self.nesting)
             if site_is_factor(site):
                 warn(
-                    f"Simulations know nothing of the factor '{name}': they are of the model without it."
+                    f"Simulations leave out the factor '{name}': they are draws of the model without it."
                 )
 
     def _of(self, program: Program) -> Simulator:

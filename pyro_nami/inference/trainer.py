@@ -47,8 +47,8 @@ class Trainer:
     ) -> None:
         if simulator.trainable:
             warn(
-                f"The model has trainable parameters, {quoted(simulator.trainable)}. The guide is "
-                "compiled for the model as it is, and they are left alone; fit them first, by SVI say."
+                f"The model has trainable parameters, {quoted(simulator.trainable)}. Compilation leaves them as they "
+                "are, and trains the guide for the model with these. Fit them first, for instance by SVI."
             )
         self.simulator = simulator
         self.guide = guide

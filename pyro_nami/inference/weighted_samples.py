@@ -170,7 +170,7 @@ class WeightedSamples:
     ) -> Tensor:
         """Returns quantiles of a site, elementwise, ``(*shape of q, *data sets, *site shape)``.
 
-        They are the smallest draws at or below which lies a weight of q or more.
+        The quantile is the smallest draw such that the draws up to it have a share of at least q of all weight.
 
         Raises:
             ValueError: q outside [0, 1]; an unknown site.
@@ -260,9 +260,9 @@ class WeightedSamples:
     def summary(self, prob: float = 0.9, *, elements: int = 100) -> str:
         """Returns the verdict, and a table of the posterior with a line for each element.
 
-        Columns are mean, standard deviation, median and the ends of a central interval; ``draws``, how many
-        independent draws would tell the mean as well; and ``moved``, by how much the weights moved the mean of the
-        draws, in standard deviations.
+        Its columns are the mean, the standard deviation, the median and the ends of a central interval; ``draws``, the
+        number of independent draws by which the mean would be known as well; and ``moved``, by how many standard
+        deviations the weights moved the mean of the draws.
 
         Args:
             prob: of the central interval.

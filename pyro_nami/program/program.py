@@ -85,6 +85,6 @@ class Program(NamedTuple):
             warn(
                 f"The model fails at every one of {count} draws of its prior, the last time with "
                 f"{type(failed).__name__}: {failed} Networks are standardized by the guide's first call alone, and "
-                "covariates are not found. Mend the model, or its prior, such that it runs at draws of it."
+                "covariates are not found. Change the model, or its prior, so that it runs at draws of the prior."
             )
         return draws

@@ -214,6 +214,6 @@ def _warn(probe: Probe, found: Dependencies, finished: bool) -> None:
         )
     if not finished:
         warn(
-            f"Not every plate that is read from another one was tested for an index map: the budget of {probe.budget} "
-            "runs is spent. Such sites are taken to read all of it. Raise `checks`."
+            "Not every plate that another one reads was tested for an index map: the budget of "
+            f"{probe.budget} runs is spent. Sites that read such a plate are taken to read all of it. Raise `checks`."
         )

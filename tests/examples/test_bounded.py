@@ -470,7 +470,7 @@ def test_impossible_data_are_told_with_their_site():
     x[0] = 1.0
     none = W.clone()
     none[0] = 0.0
-    with pytest.warns(UserWarning, match="site 'x' have log-probability -inf .* small leak"):
+    with pytest.warns(UserWarning, match="site 'x' are impossible .* small leak"):
         called(model, x, none, torch.zeros(D, dtype=torch.float64))
 
 

@@ -504,5 +504,7 @@ def test_a_guide_that_derives_what_a_trace_cannot_says_so():
     svi = SVI(
         groups_of_counts, guide, Adam({"lr": 0.01}), infer.JitTrace_ELBO(ignore_jit_warnings=True)
     )
-    with pytest.raises(NotImplementedError, match="compiled objective calls first; got one.*'a'"):
+    with pytest.raises(
+        NotImplementedError, match="new guide for a compiled objective; this one.*'a'"
+    ):
         svi.step(COUNTS)

@@ -200,7 +200,8 @@ def test_weights_in_the_store_that_a_guide_has_no_place_for_are_told(tmp_path):
     pyro.clear_param_store()
     pyro.get_param_store().load(tmp_path / "weights.pt")
     with pytest.raises(
-        ValueError, match="weights of this guide in the parameter store; got 'AutoNaMIGuide.network"
+        ValueError,
+        match="weights of this guide alone in the parameter store; got 'AutoNaMIGuide.network",
     ):
         AutoNaMIGuide(robust)(x)
     AutoNaMIGuide(robust, exact=False)(x, y)
@@ -240,7 +241,7 @@ def test_a_state_of_other_sizes_says_what_to_do():
     pyro.clear_param_store()
     loaded = AutoNaMIGuide(robust, exact=False, hidden_features=[7])
     loaded.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="(?s)size mismatch.*Call the new guide with data"):
+    with pytest.raises(RuntimeError, match="(?s)size mismatch.*call the new guide with the data"):
         loaded(x, y)
 
 

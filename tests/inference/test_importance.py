@@ -656,7 +656,7 @@ def local(y):
             "it does not sample 'y'. If 'y' is data",
         ),
         ({"guide": lambda y: None}, ValueError, "it does not sample 'mu'"),
-        ({"guide": more}, ValueError, "it samples 'nu', which is none of its sites"),
+        ({"guide": more}, ValueError, "it samples 'nu', which is no site of the model"),
         ({"guide": data_too}, ValueError, "it samples 'y', which is observed"),
         ({"model": local}, ValueError, r"sample 'mu' of the model's shape, \(4,\); got \(\)"),
         # random subsampling shows every draw other data, and exp(scaled log density) has another mean

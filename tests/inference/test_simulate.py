@@ -219,7 +219,7 @@ def test_finite_draws_whose_sum_overflows_are_kept():
 
 def test_factors_are_said_to_be_left_out():
     case = CASES["with_factor"]
-    with pytest.warns(UserWarning, match="nothing of the factor 'coupling'"):
+    with pytest.warns(UserWarning, match="leave out the factor 'coupling'"):
         assert Simulator(case.model, case.arguments()).latent == ("a", "b")
 
 
