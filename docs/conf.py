@@ -1,0 +1,119 @@
+"""Settings of the documentation site, which `make docs` builds into ``out/docs/html``.
+
+Every code cell of every page is run. Its outputs are kept by the content of the page and of the package,
+so a page is run again when either changes. A warning is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+# Files of the repository that are pages of the site under another name.
+PAGES = {
+    ROOT / "benchmarks" / "README.md": "/reference/benchmarks.md",
+    ROOT / "CHANGELOG.md": "/reference/changelog.md",
+    ROOT / "README.md": "/index.md",
+}
+# Pages that are listed in the table of contents as soon as they are written.
+PLANNED = ("gallery", "guide")
+
+
+def _package_hash() -> str:
+    """Returns a hash of the package's source, on which the outputs of all pages depend."""
+    found = hashlib.sha256()
+    for path in sorted((ROOT / "pyro_nami").rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+project = "pyro_nami"
+author = "the pyro_nami developers"
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinxcontrib.mermaid",
+]
+
+# ---- pages, and the code on them
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
+myst_fence_as_directive = ["mermaid"]
+myst_heading_anchors = 4
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(ROOT / "out" / "docs" / f"cache-{_package_hash()}")
+nb_execution_timeout = 180  # seconds a page; the slowest takes about 40 on an idle core
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+# ---- docstrings
+autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autosummary_generate = False
+default_role = "py:obj"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|pyro|numpy|networkx|matplotlib|arviz|collections|pathlib|typing)\b.*"),
+]
+
+# ---- other projects: their inventories take a network, which the publishing workflow has
+if os.environ.get("PYRO_NAMI_INTERSPHINX"):
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+        "pyro": ("https://docs.pyro.ai/en/stable", None),
+    }
+
+# ---- looks
+html_theme = "furo"
+html_title = "pyro_nami"
+
+
+def _with_links_inside(text: str, folder: Path) -> str:
+    """Returns a page whose links out of ``docs`` lead to pages of the site, or name a file of the repository.
+
+    Args:
+        text: of the page, in Markdown.
+        folder: that its links are relative to.
+    """
+
+    def mended(found: re.Match) -> str:
+        shown, place, anchor = found[1], (folder / found[2]).resolve(), found[3] or ""
+        if DOCS in place.parents or not place.exists():
+            return found[0]
+        if place in PAGES:
+            return f"[{shown}]({PAGES[place]}{anchor})"
+        name = f"`{place.relative_to(ROOT)}`"
+        return name if shown.strip("`") in name else f"{shown} ({name})"
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)", mended, text)
+
+
+def _read_page(app, page, source):
+    """Mends a page before it is parsed: links, and entries of pages that are not written yet."""
+    path = Path(app.env.doc2path(page))
+    source[0] = _with_links_inside(source[0], path.parent)
+    for name in PLANNED:
+        if not (DOCS / f"{name}.md").exists():
+            source[0] = source[0].replace(f"\n{name}\n", "\n")
+
+
+def _read_included(app, path, page, source):
+    """Mends the links of a file that a page includes."""
+    source[0] = _with_links_inside(source[0], (DOCS / path).resolve().parent)
+
+
+def setup(app):
+    """Is called by Sphinx."""
+    app.connect("source-read", _read_page)
+    app.connect("include-read", _read_included)
