@@ -1,7 +1,7 @@
 """Settings of the documentation site, which `make docs` builds into ``out/docs/html``.
 
-Every code cell of every page is run. Its outputs are kept by the content of the page and of the package,
-so a page is run again when either changes. A warning is an error.
+Every code cell of every page is run, in a kernel that runs `startup.py` first. Outputs are kept by the
+content of the page and of the package, so a page is run again when either changes. A warning is an error.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
+BUILT = ROOT / "out" / "docs"
 # Files of the repository that are pages of the site under another name.
 PAGES = {
     ROOT / "benchmarks" / "README.md": "/reference/benchmarks.md",
@@ -23,12 +25,23 @@ PAGES = {
 PLANNED = ("gallery", "guide")
 
 
-def _package_hash() -> str:
-    """Returns a hash of the package's source, on which the outputs of all pages depend."""
+def _source_hash() -> str:
+    """Returns a hash of all code that the outputs of every page depend on."""
     found = hashlib.sha256()
-    for path in sorted((ROOT / "pyro_nami").rglob("*.py")):
+    for path in (DOCS / "startup.py", *sorted((ROOT / "pyro_nami").rglob("*.py"))):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
+
+
+def _set_up_kernels() -> None:
+    """Gives the pages' kernels a profile of their own, which runs `startup.py`."""
+    folder = BUILT / "ipython" / "profile_default" / "startup"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(DOCS / "startup.py", folder)
+    os.environ["IPYTHONDIR"] = str(BUILT / "ipython")
+
+
+_set_up_kernels()
 
 
 project = "pyro_nami"
@@ -48,7 +61,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4
 nb_execution_mode = "cache"
-nb_execution_cache_path = str(ROOT / "out" / "docs" / f"cache-{_package_hash()}")
+nb_execution_cache_path = str(BUILT / f"cache-{_source_hash()}")
 nb_execution_timeout = 180  # seconds a page; the slowest takes about 40 on an idle core
 nb_execution_raise_on_error = True
 nb_merge_streams = True
