@@ -65,6 +65,7 @@ nb_execution_cache_path = str(BUILT / f"cache-{_source_hash()}")
 nb_execution_timeout = 180  # seconds a page; the slowest takes about 40 on an idle core
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # a cell may return a drawing in Mermaid
 
 # ---- docstrings
 autodoc_default_options = {"members": True, "show-inheritance": False}
