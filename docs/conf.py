@@ -41,11 +41,9 @@ def _set_up_kernels() -> None:
     os.environ["IPYTHONDIR"] = str(BUILT / "ipython")
 
 
-_set_up_kernels()
-
-
 project = "pyro_nami"
 author = "the pyro_nami developers"
+copyright = author
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -141,6 +139,7 @@ def _read_docstring(app, what, name, subject, options, lines):
 
 def setup(app):
     """Is called by Sphinx."""
+    _set_up_kernels()
     # before napoleon, whose priority is 500
     app.connect("autodoc-process-docstring", _read_docstring, priority=100)
     app.connect("source-read", _read_page)
