@@ -7,13 +7,15 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 PIP    := $(RUN) -m pip --disable-pip-version-check -qq install
 # The stamp's name holds a checksum, so set-up runs again when the requirements or the place change, and else never.
-STAMP  := $(VENV)/.ready-$(shell (cat pyproject.toml; pwd) | cksum | cut -d' ' -f1)
+SUM    := $(shell (cat pyproject.toml; pwd) | cksum | cut -d' ' -f1)
+STAMP  := $(VENV)/.ready-$(SUM)
+DOCS   := $(VENV)/.docs-$(SUM)
 
 export OMP_NUM_THREADS := 1
 
 PAPER := structure time_series trees minimality tree_depths gaussian_mixture
 
-.PHONY: demo test test-all test-seeds test-device contract lint bench paper setup clean
+.PHONY: demo test test-all test-seeds test-device contract lint docs bench paper setup clean
 .NOTPARALLEL:
 
 demo: setup  ## eight schools with Pyro's guides and this one; plots go to out/
@@ -39,6 +41,10 @@ lint: setup
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check -q .
 	@$(RUN) -m mypy
+
+docs: $(DOCS)  ## the site, with all code on its pages run, in out/docs/html; the first time takes minutes
+	@$(RUN) -m sphinx -q -j 2 -n -W --keep-going -b html -d out/docs/doctrees docs out/docs/html
+	@echo "==> out/docs/html/index.html"
 
 bench: setup  ## rewrites benchmarks/results/*.json; needs an idle machine
 	@for script in benchmarks/*.py; do echo "==> $$script"; $(RUN) $$script || exit 1; done
@@ -69,6 +75,11 @@ $(STAMP):
 	@$(PIP) -e '.[viz,dev]' || { echo "Set-up failed: pip's message is above. Is the network there?"; exit 1; }
 	@touch $@
 	@echo "==> ready"
+
+$(DOCS): $(STAMP)
+	@echo "==> what the documentation needs"
+	@$(PIP) -e '.[viz,docs]' || { echo "Set-up failed: pip's message is above. Is the network there?"; exit 1; }
+	@touch $@
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache
