@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class AmortizedPosterior:
         model, args, kwargs: as given; a model that is written for one draw is wrapped to take many.
         guide: the trained guide; history: what happened in training.
         simulated: where the data of the simulations are; None where nothing was learned from them.
+        more: from further simulations to the posterior by all of them; see `append`.
     """
 
     model: Callable
@@ -42,6 +43,7 @@ class AmortizedPosterior:
     guide: AutoNaMIGuide
     history: History
     simulated: SimulatedData | None = None
+    more: Callable[[Any], AmortizedPosterior] | None = field(default=None, repr=False)
 
     def __call__(
         self,
@@ -98,7 +100,22 @@ class AmortizedPosterior:
 
     def at(self, *args: Any, **kwargs: Any) -> AmortizedPosterior:
         """Returns the posterior of the same model at other arguments: other numbers of rows, covariates or masks."""
-        return replace(self, args=args, kwargs=kwargs, simulated=None)
+        return replace(self, args=args, kwargs=kwargs, simulated=None, more=None)
+
+    def append(self, simulations: Any) -> AmortizedPosterior:
+        """Returns the posterior by a new guide, trained on more simulations beside those that this one learned from.
+
+        Args:
+            simulations: how many to draw, or those drawn before, as for `amortize`.
+
+        Raises:
+            ValueError: as `amortize` does; a posterior at other arguments than those that its guide was trained at.
+        """
+        if self.more is None:
+            raise ValueError(
+                "Expected a posterior as `amortize` returned it, which has its simulations; got one at other arguments."
+            )
+        return self.more(simulations)
 
     def _unweighted(
         self, model: SimulatorModel, data: Mapping[str, Any], num_samples: int
