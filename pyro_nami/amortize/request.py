@@ -108,6 +108,7 @@ def check_options(
 
 def _takes(model: Callable, name: str) -> bool:
     """Whether a model takes a keyword, by its signature."""
+    model = model.model if isinstance(model, SimulatorModel) else model
     try:
         parameters = signature_of(model).parameters
     except (TypeError, ValueError):

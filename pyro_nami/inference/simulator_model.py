@@ -34,6 +34,7 @@ class Simulated(TorchDistribution):
 
     arg_constraints: dict = {}
     has_rsample = False
+    has_density = False
 
     def __init__(
         self, simulator: Callable[[Tensor], Tensor], theta: Tensor, ndims: int, shape: torch.Size

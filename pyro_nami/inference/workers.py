@@ -118,14 +118,13 @@ def _part(simulator: Simulator, num: int) -> _Part:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001  whatever a model raises
-        parts = [_Part(None, 1, error)] if num == 1 else []
-    for _ in range(num if not parts else 0):
-        parts.append(_part(simulator, 1))
+        parts = [_Part(None, 1, error)]  # at least one failed; the others are drawn anew
+    for _ in range(num - 1):
         if len(parts) >= MOST_FAILED and all(part.draws is None for part in parts):
             break
-    reasons = [part.reason for part in parts if part.reason is not None]
+        parts.append(_part(simulator, 1))
     failed = sum(part.failed for part in parts)
-    return _Part(_joined(parts), failed, reasons[0] if reasons else None)
+    return _Part(_joined(parts), failed, parts[0].reason)
 
 
 # ---- in processes
@@ -158,15 +157,16 @@ def _in_processes(
                 process, task = running.pop(ready)
                 part = _received(ready)
                 process.join()
-                if part is None and task.num > 1:  # the process died: which simulation killed it?
-                    waiting.extend(_Task(1, _seed(), task.place) for _ in range(task.num))
-                    continue
-                if part is None:
+                if (
+                    part is None
+                ):  # of one simulation at least; the others are drawn anew, in a process each
                     died = RuntimeError(f"its worker died (exit code {process.exitcode})")
                     part = _Part(None, 1, died)
+                    others = range(task.num - 1)
+                    waiting.extend(_Task(1, _seed(), task.place) for _ in others)
                 found.append((task.place, part))
                 _check([part for _, part in found])
-                bar.update(task.num)
+                bar.update(part.failed + (part.draws.num if part.draws else 0))
     finally:
         bar.close()
         for process, _ in running.values():
