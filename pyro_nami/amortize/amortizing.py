@@ -29,7 +29,6 @@ from pyro_nami.amortize.first_guide import first_guide, named
 from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.amortize.request import (
     DEFAULT_SIMULATIONS,
-    FRESH,
     Chosen,
     Simulations,
     check_given,
@@ -115,14 +114,8 @@ def amortize(
         model, simulations = from_simulations(model, simulations)
     check_options(model, kwargs, guide, embeddings, options)
     source = source_of(model, args, kwargs, observed, marked=guide is not None)
-    chosen = Chosen(
-        simulations == FRESH if isinstance(simulations, str) else False,
-        steps,
-        progress,
-        embeddings,
-        dict(options or {}),
-        num_workers,
-    )
+    fresh = isinstance(simulations, str)
+    chosen = Chosen(fresh, steps, progress, embeddings, dict(options or {}), num_workers)
     return _trained(source, simulated(source, simulations, chosen), chosen, guide)
 
 

@@ -22,7 +22,6 @@ from pyro_nami.program.runner import signature_of
 
 __all__ = [
     "DEFAULT_SIMULATIONS",
-    "FRESH",
     "Chosen",
     "Simulations",
     "check_given",
