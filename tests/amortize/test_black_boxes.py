@@ -249,3 +249,20 @@ def test_encoders_are_chosen_by_shape_unless_said_otherwise():
         kinds({"short": "image"})
     with pytest.raises(TypeError, match="a kind, a module or None; got int"):
         kinds({"short": 3})
+
+
+def test_images_and_long_series_are_read_by_their_encoders():
+    given = {
+        "theta": torch.randn(40, 2),
+        "image": torch.randn(40, 16, 16),
+        "series": torch.randn(40, 120),
+    }
+    own = amortize(PRIOR, simulations=given, **QUICK)
+    kinds = {name: type(module).__name__ for name, module in own.guide.embeddings.items()}
+    assert kinds == {"image": "PyroImageEncoder", "series": "PyroSeriesEncoder"}
+    loaded = pickle.loads(pickle.dumps(own))
+    data = {"image": torch.randn(3, 16, 16), "series": torch.randn(3, 120)}
+    theta = own.guide.log_prob({"theta": torch.zeros(3, 2)}, observations=data)
+    again = loaded.guide.log_prob({"theta": torch.zeros(3, 2)}, observations=data)
+    torch.testing.assert_close(theta, again)
+    assert loaded(data, 4)["theta"].shape == (4, 3, 2)
