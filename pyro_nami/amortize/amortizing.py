@@ -13,37 +13,47 @@ one is kept.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from pyro import poutine
 from torch.optim.lr_scheduler import OneCycleLR
 
 from pyro_nami.amortize.data_distance import SimulatedData
+from pyro_nami.amortize.encoding import embeddings_for
 from pyro_nami.amortize.first_guide import first_guide, named
 from pyro_nami.amortize.posterior import AmortizedPosterior
+from pyro_nami.amortize.request import (
+    DEFAULT_SIMULATIONS,
+    Chosen,
+    Simulations,
+    check_given,
+    check_options,
+    interrupted,
+    simulated,
+    source_of,
+    undrawn,
+)
 from pyro_nami.amortize.soap import SOAP
 from pyro_nami.factors.unconstrained import flow
 from pyro_nami.fit.posterior import learned
 from pyro_nami.guide.nami import AutoNaMIGuide
-from pyro_nami.inference.batches import as_draws
+from pyro_nami.inference.black_box import from_simulations
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
+from pyro_nami.inference.priors import is_prior
 from pyro_nami.inference.scaled_coordinates import site_forms
 from pyro_nami.inference.simulate import JointDraws, Simulator
-from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
-from pyro_nami.inference.site_messages import with_idle_dims
-from pyro_nami.messages import warn
+from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.program import Program
 
 __all__ = ["amortize"]
 
-# Simulations by default. The number of training steps goes with their square root, so that with ten times more training
-# takes three times as long.
-DEFAULT_SIMULATIONS = 10_000
 # Learning rate of SOAP, of splines; at 0.05 or 0.07 losses are about the same. A recurrent network takes a tenth of it:
 # at the whole rate it is lost.
 RATE = 0.06
@@ -59,23 +69,36 @@ def amortize(
     steps: int | None = None,
     progress: bool = True,
     guide: AutoNaMIGuide | None = None,
+    embeddings: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    num_workers: int = 0,
     **kwargs: Any,
 ) -> AmortizedPosterior:
     """Returns the posterior of a model as a function of data, by a guide that is compiled on the model's simulations.
 
+    Simulations that fail are left out, and a warning says why; so are those with values that are not finite.
+
     Args:
-        model: a Pyro model.
+        model: a Pyro model; or a prior, as `from_simulator` takes it, if simulations are given.
         *args, **kwargs: of the model; data among them are resampled, so only their shapes count.
-        observed: sites to condition on, beside those that the model observes itself.
-        simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
-            ``"fresh"``, to draw others in each step, if the model is fast.
+        observed: sites to condition on, beside those that the model observes itself; by default all data of
+            `from_simulator`.
+        simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once, for
+            which no simulator is run; or ``"fresh"``, to draw others in each step, if the model is fast.
         steps: of a training; by default 20 times the square root of the number of simulations, and 450 below 2,000
             simulations. A batch is 3.5 times this square root, and twice that for the last two fifths of the steps.
         progress: whether to show a progress bar.
         guide: one to train in place of the guide that is made for the model.
+        embeddings: observed site -> how networks read its values: ``"image"`` ``(height, width)`` or ``(channels,
+            height, width)``, ``"series"`` ``(steps,)`` or ``(steps, numbers)``, ``"set"`` ``(rows, numbers)``, a module
+            ``(batch, *event)`` to ``(batch, features)``, or None for the values themselves. By default it is chosen by
+            shape, see `pyro_nami.amortize.encoding`, unless a guide is given.
+        options: other options of `AutoNaMIGuide` for the guide that is made.
+        num_workers: processes that simulations are drawn in; 0: this one. The random numbers are others than without.
 
     Raises:
         ValueError: fewer than 20 simulations; and as `InferenceCompilation` does.
+        Interrupted: at Ctrl-C. Its attribute ``simulations``, as of any error in training, holds those drawn by then.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -86,55 +109,58 @@ def amortize(
         >>> posterior({"x": torch.tensor(1.0)}, num_samples=50).mean("z").shape  # exact: nothing had to be learned
         torch.Size([])
     """
-    simulator = _simulator(model, args, kwargs, observed, marked=guide is not None)
-    return _training(simulator, simulations, steps, progress).posterior(guide)
-
-
-def _simulator(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Sequence[str], marked: bool
-) -> Simulator:
-    """Returns the simulator of a model; unless ``marked``, of one without marks for enumeration."""
-    model = with_drawn_data(model, args, kwargs, observed)
-    simulator = Simulator(model, args, kwargs, observed)
-    if simulator.enumerates and not marked:
-        model = poutine.infer_config(model, lambda site: {"enumerate": None})  # type: ignore[typeddict-item]
-        simulator = Simulator(model, args, kwargs, observed)
-    return simulator
-
-
-def _training(
-    simulator: Simulator, simulations: Any, steps: int | None, progress: bool
-) -> _Training:
-    """Returns what trains guides on simulations that are drawn, or given; checks them."""
+    if is_prior(model):
+        check_given(simulations, args)
+        model, simulations = from_simulations(model, simulations)
+    check_options(model, kwargs, guide, embeddings, options)
+    source = source_of(model, args, kwargs, observed, marked=guide is not None)
     fresh = isinstance(simulations, str)
-    if fresh and simulations != "fresh":
-        raise ValueError(
-            f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}."
-        )
-    draws, seen = _simulated(simulator, DEFAULT_SIMULATIONS if fresh else simulations)
-    own = fresh or isinstance(simulations, int)
-    steps = steps or (450 if draws.num < FEW_SIMULATIONS else round(20 * draws.num**0.5))
-    return _Training(simulator, draws, seen, own, fresh, steps, progress)
+    chosen = Chosen(fresh, steps, progress, embeddings, dict(options or {}), num_workers)
+    return _trained(source, simulated(source, simulations, chosen), chosen, guide)
 
 
-def _simulated(simulator: Simulator, simulations: Any) -> tuple[JointDraws, History]:
-    """Returns the simulations that are finite, drawn or given, and a history that counts the others."""
-    if isinstance(simulations, int):
-        given = simulator.draw(simulations)
-    else:
-        given = as_draws(simulations, simulator)
-        for name, value in {**given.latents, **given.observed}.items():
-            # raises for a value of a wrong shape
-            with_idle_dims(value, simulator.single[name], simulator.nesting, 1)
-    seen = History()
-    # Real data are finite, and no simulation with finite data is left out, so that their posterior stays what it is.
-    draws = seen.finite(given, most=1.0)
-    if draws.num < 20:
-        why = f", as {seen.shortfall()}" if seen.skipped else ""
-        raise ValueError(f"Expected at least 20 simulations to learn from; got {draws.num}{why}.")
-    if seen.skipped:
-        warn(f"{seen.shortfall()}; they were left out.")
-    return draws, seen
+def _trained(
+    source: Simulator, given: Simulations, chosen: Chosen, guide: AutoNaMIGuide | None
+) -> AmortizedPosterior:
+    """Returns the posterior of a simulator's model; errors in training have the simulations with them."""
+    draws = given.draws
+    steps = chosen.steps or (450 if draws.num < FEW_SIMULATIONS else round(20 * draws.num**0.5))
+    structure = source if chosen.fresh else source.of(undrawn(source.model))
+    training = _Training(
+        structure,
+        draws,
+        given.seen,
+        given.own,
+        chosen.fresh,
+        steps,
+        chosen.progress,
+        chosen.embeddings,
+        chosen.options,
+    )
+    try:
+        posterior = training.posterior(guide)
+    except KeyboardInterrupt as error:
+        raise interrupted(draws) from error
+    except Exception as error:
+        error.simulations = draws  # type: ignore[attr-defined]
+        raise
+    more = functools.partial(_appended, source.program, source.observed, given, chosen, guide)
+    return replace(posterior, model=source.model, more=more)
+
+
+def _appended(
+    program: Program,
+    observed: Sequence[str],
+    given: Simulations,
+    chosen: Chosen,
+    guide: AutoNaMIGuide | None,
+    simulations: Any,
+) -> AmortizedPosterior:
+    """Returns the posterior by more simulations than it was trained on, drawn or given; see `amortize`."""
+    source = source_of(*program[:3], observed, marked=True)
+    further = simulated(source, simulations, chosen, least=1)
+    guide = copy.deepcopy(guide)
+    return _trained(source, given.joined(further), chosen, guide)
 
 
 class _Trained(NamedTuple):
@@ -155,6 +181,8 @@ class _Training(NamedTuple):
     fresh: bool  # whether each step draws simulations of its own
     steps: int
     progress: bool
+    embeddings: Mapping[str, Any] | None
+    options: Mapping[str, Any]
 
     def posterior(self, guide: AutoNaMIGuide | None) -> AmortizedPosterior:
         """Returns the posterior by this guide, or by one that is made for the model."""
@@ -168,7 +196,8 @@ class _Training(NamedTuple):
 
     def _best(self) -> _Trained:
         """Returns the best guide that is made for the model; without training if all its latents are exact."""
-        guide, options = first_guide(self.simulator, self.draws, self.own)
+        given = {**self.options, **self._embeddings(by_shape=False)}
+        guide, options = first_guide(self.simulator, self.draws, self.own, given)
         if not guide.num_parameters:
             return _Trained(0.0, guide, self.seen)
         families = {name: rule.family for name, rule in guide._made().learned.items()}
@@ -186,13 +215,15 @@ class _Training(NamedTuple):
         # without a density the latents of simulations do not move, and four splines do best for few of them as well
         few = self.draws.num < FEW_SIMULATIONS
         moves = not isinstance(self.simulator.model, SimulatorModel)
+        families: Any = dict.fromkeys(names, flow(8, 2 if few and moves else 4))
+        given = options.get("families")
+        if given is not None:
+            families = {**families, **given} if isinstance(given, Mapping) else given
+        defaults = {"hidden_features": (64, 64), **options, **self._embeddings(by_shape=True)}
         make = functools.partial(
             AutoNaMIGuide,
             self.simulator.model,
-            families=dict.fromkeys(names, flow(8, 2 if few and moves else 4)),
-            observed=self.simulator.observed,
-            hidden_features=(64, 64),
-            **options,
+            **{**defaults, "families": families, "observed": self.simulator.observed},
         )
         trained = [self.run(named(make()), RATE)]
         for rate in () if self.fresh else (RATE, RATE / 3):
@@ -201,6 +232,12 @@ class _Training(NamedTuple):
             # at a rate that stays the same, this decay would shrink weights by a factor of exp(-7)
             trained.append(self.run(named(make()), rate, decay=7 / (rate * self.steps)))
         return min(trained, key=lambda trained: trained.loss)
+
+    def _embeddings(self, by_shape: bool) -> dict[str, Any]:
+        """Returns the guide's option of how networks read observed values, if there is one."""
+        observed = self.draws.observed
+        found = embeddings_for(self.simulator, observed, self.embeddings, by_shape=by_shape)
+        return {"embeddings": found} if found else {}
 
     def run(
         self, guide: AutoNaMIGuide, rate: float, share: float = 1.0, decay: float = 0.0

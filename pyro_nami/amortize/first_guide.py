@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["TOLERATED", "first_guide", "named"]
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ _numbers = itertools.count()
 
 
 def first_guide(
-    simulator: Simulator, draws: JointDraws, own: bool
+    simulator: Simulator, draws: JointDraws, own: bool, given: Mapping[str, Any]
 ) -> tuple[AutoNaMIGuide, dict[str, Any]]:
     """Returns a guide after its first call, and its options, by which it learns the conditionals that are refuted.
 
@@ -30,12 +31,13 @@ def first_guide(
         simulator: of the model.
         draws: simulations to learn from.
         own: whether the simulator made the draws; draws from another prior cannot refute a conditional.
+        given: options of the guide that were asked for.
     """
     few = simulator.batch(
         draws.select(torch.arange(2) if simulator.vectorized else torch.tensor(0))
     )
-    rules: dict[str, str] = {}
-    options: dict[str, Any] = {}
+    rules: dict[str, str] = dict(given.get("rules") or {})
+    options: dict[str, Any] = dict(given)
     while True:
         guide = named(AutoNaMIGuide(simulator.model, observed=simulator.observed, **options))
         with torch.no_grad():
@@ -43,9 +45,9 @@ def first_guide(
         if simulator.vectorized:
             refuted = _refuted(guide, simulator, draws if own else None)
             rules |= dict.fromkeys(refuted, "learned")
-            again = {"rules": dict(rules)} if refuted else options
+            again = {**given, "rules": dict(rules)} if refuted else options
         else:  # conditionals of many simulations at once need a vectorized model
-            again = {"exact": False, "anchor": False} if guide.num_parameters else options
+            again = {**given, "exact": False, "anchor": False} if guide.num_parameters else options
         if again == options:
             return guide, options
         options = again

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 from pyro_nami.amortize.data_distance import ADVICE, SimulatedData
 from pyro_nami.amortize.first_guide import TOLERATED
 from pyro_nami.amortize.improvement import annealed, improved
+from pyro_nami.amortize.within_priors import within_priors
 from pyro_nami.fit.fitting import DEFENSIVE
 from pyro_nami.fit.posterior import Posterior, learned
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.history import History
-from pyro_nami.inference.importance import weighted_draws
+from pyro_nami.inference.importance import as_data, weighted_draws
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, warn_of_bad
@@ -34,6 +36,7 @@ class AmortizedPosterior:
         model, args, kwargs: as given; a model that is written for one draw is wrapped to take many.
         guide: the trained guide; history: what happened in training.
         simulated: where the data of the simulations are; None where nothing was learned from them.
+        more: from further simulations to the posterior by all of them; see `append`.
     """
 
     model: Callable
@@ -42,6 +45,22 @@ class AmortizedPosterior:
     guide: AutoNaMIGuide
     history: History
     simulated: SimulatedData | None = None
+    more: Callable[[Any], AmortizedPosterior] | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is pickled.
+
+        Raises:
+            PicklingError: the model cannot be.
+        """
+        try:
+            pickle.dumps(self.model)
+        except Exception as error:
+            raise pickle.PicklingError(
+                f"Expected a model that can be pickled; got {type(error).__name__}: {error}. Define the model, or the "
+                "classes of its prior, by name in a module, not as a lambda or within a function."
+            ) from error
+        return vars(self)
 
     def __call__(
         self,
@@ -98,24 +117,42 @@ class AmortizedPosterior:
 
     def at(self, *args: Any, **kwargs: Any) -> AmortizedPosterior:
         """Returns the posterior of the same model at other arguments: other numbers of rows, covariates or masks."""
-        return replace(self, args=args, kwargs=kwargs, simulated=None)
+        return replace(self, args=args, kwargs=kwargs, simulated=None, more=None)
+
+    def append(self, simulations: Any) -> AmortizedPosterior:
+        """Returns the posterior by a new guide, trained on more simulations beside those that this one learned from.
+
+        Args:
+            simulations: how many to draw, or those drawn before, as for `amortize`.
+
+        Raises:
+            ValueError: as `amortize` does; a posterior at other arguments than those that its guide was trained at.
+        """
+        if self.more is None:
+            raise ValueError(
+                "Expected a posterior as `amortize` returned it, which has its simulations; got one at other arguments."
+            )
+        return self.more(simulations)
 
     def _unweighted(
         self, model: SimulatorModel, data: Mapping[str, Any], num_samples: int
     ) -> Posterior:
         """Returns draws of the guide, with weights of one, for data without a density."""
-        for name in model.data.keys() & data.keys():
+        for name in model.data.keys() & as_data(data).keys():
             if not torch.as_tensor(data[name]).isfinite().all():
                 raise ValueError(
                     f"Expected data without NaN and infinite values; got some at site '{name}'. The guide has seen "
                     "none, as simulations with them are left out."
                 )
         target = Target(Program(model.without_data(), self.args, self.kwargs), self.guide)
-        drawn = weighted_draws(target, data, num_samples)
+        drawn = within_priors(target, model, data, num_samples)
         self._outside(data)
         none = torch.zeros_like(drawn.log_weights)
         unknown = replace(drawn, log_weights=none, pool=Pool.unknown(none[0]))
-        return Posterior.of(unknown, target.observing(data)[0])
+        observing, _ = target.observing(data)
+        return Posterior.of(
+            unknown, replace(observing, program=Program(model, *target.program[1:3]))
+        )
 
     def _outside(self, data: Mapping[str, Any]) -> Tensor:
         """Returns which data sets lie further out than all simulations, ``(data sets or 1,)``, and warns of them."""

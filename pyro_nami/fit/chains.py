@@ -29,7 +29,7 @@ from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
 from pyro_nami.program.many_draws import FEWEST_DRAWS
 
-__all__ = ["MOST_R_HAT", "Chains", "run_chains"]
+__all__ = ["MOST_R_HAT", "Chains", "largest_r_hat", "run_chains"]
 
 # Elements that take as long to compute as an operation takes by itself. A run of more elements takes longer for more
 # chains, and fewer chains make more transitions in a time: an item response model has an R-hat of 1.02 after 30 s by 26
@@ -178,7 +178,7 @@ class Chains:
             self.tick()
         numbers = torch.stack(self.kept)[:, :, 0].double()
         folded = (numbers - numbers.flatten(0, 1).median(0).values).abs()
-        self.r_hat = max(_r_hat(numbers), _r_hat(folded))
+        self.r_hat = max(largest_r_hat(numbers), largest_r_hat(folded))
         self.effective = float(effective_sample_size(numbers, chain_dim=1, sample_dim=0).min())
         self.length *= 2
         self.start = replace(self.start, given=self._last())
@@ -274,7 +274,7 @@ def _moments(position: Tensor) -> tuple[Tensor, Tensor]:
     return center, scale[:, None] * torch.linalg.cholesky(correlation)
 
 
-def _r_hat(numbers: Tensor) -> float:
+def largest_r_hat(numbers: Tensor) -> float:
     """Returns the largest split R-hat of ``(transitions, chains, numbers)``, of Normal scores: tails may be heavy."""
     ranks = numbers.flatten(0, 1).argsort(0).argsort(0).double()
     scores = torch.special.ndtri((ranks + 0.625) / (len(ranks) + 0.25))  # as of Blom 1958

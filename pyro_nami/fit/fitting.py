@@ -61,9 +61,15 @@ REMEDY = (
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during `fit`; ``partial`` is the `Posterior` that was found so far, None if there is none."""
+    """Ctrl-C during `fit` or `amortize`, with what there was by then.
+
+    Attributes:
+        partial: the `Posterior` that `fit` had found; None if there is none.
+        simulations: those that `amortize` had drawn, which it takes as ``simulations=``; None if there are none.
+    """
 
     partial: Posterior | None = None
+    simulations: Any = None
 
 
 def fit(

@@ -15,9 +15,12 @@ from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_nami.fit.at_draws import AtDraws
+from pyro_nami.fit.conditional import conditional_draws
 from pyro_nami.fit.mode import highest
+from pyro_nami.fit.of_guide import GuideDensity
 from pyro_nami.fit.pairs import draw_pairs
 from pyro_nami.fit.verdict import Verdict, of_weights
+from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import whole
 from pyro_nami.inference.target import Extent, Target, log_densities, summed
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, element_names
@@ -104,7 +107,8 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         """Returns the posterior's log density at values of all latents, ``(*batch)``, in nats.
 
         It is the model's joint log density less `log_evidence`, and NaN where that is not known, as after chains. Under
-        improper priors both lack the same constant. Outside of the latents' supports it is minus infinity.
+        improper priors both lack the same constant. Where data have no density, it is the guide's, within the prior.
+        Outside of the latents' supports it is minus infinity.
 
         Args:
             values: latent -> ``(*batch, *site shape)``, with at most one batch dim.
@@ -126,10 +130,9 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
                 f"Expected values of shapes (*batch, *site shape), of one batch; got {got}."
             )
         flat = {name: value.reshape(-1, *shapes[name]) for name, value in given.items()}
-        model = AtDraws.of(replace(self._target, guide=None), known)
-        with pyro.validation_enabled(False):
-            found = model.read(flat, _log_joint)["log_joint"]
-        return (found - self.log_evidence).reshape(batch)
+        found = self._log_density(flat)
+        shift = 0.0 if self._has_no_density else self.log_evidence
+        return (found - shift).reshape(batch)
 
     @cached_property
     def map(self) -> dict[str, Tensor]:
@@ -138,13 +141,58 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         Warns:
             UserWarning: no mode was found, as where the density of a group's scale rises without bound.
         """
-        known, target = self._of_one_data_set(), replace(self._target, guide=None)
-        heights = AtDraws.of(target, known).read(known, _log_joint)["log_joint"]
+        known = self._of_one_data_set()
+        heights = self._log_density(known)
         draw = {name: value[int(heights.argmax())] for name, value in known.items()}
         try:
-            return highest(target, draw)
+            if self._has_no_density:
+                return GuideDensity.of(self._target, known).mode(draw)
+            return highest(replace(self._target, guide=None), draw)
         except NotImplementedError:
             return draw
+
+    def conditional(self, values: Mapping[str, Any], num: int = 1000) -> Posterior:
+        """Returns the posterior given also the values of some latents, or of some of their numbers.
+
+        Draws come from walkers that follow `log_prob`; the verdict says whether they agree.
+
+        Args:
+            values: latent -> value of its shape, with NaN for numbers that are not given; a latent that is not among
+                them is not given.
+            num: of draws.
+
+        Returns:
+            Draws of all latents, those given at their values.
+
+        Raises:
+            ValueError: an unknown latent, a value of another shape or outside of the support; nothing left to draw.
+            NotImplementedError: discrete latents that are not given.
+
+        Example:
+            >>> import pyro.distributions as dist
+            >>> samples = {"z": torch.zeros(8, 2)}
+            >>> model = lambda: pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            >>> posterior = Posterior(samples, torch.zeros(8), target=Target(Program(model, (), {}), None))
+            >>> posterior.conditional({"z": torch.tensor([0.3, torch.nan])})["z"][:, 0].unique()
+            tensor([0.3000])
+        """
+        density = self._log_density_of(self._of_one_data_set())
+        drawn, verdict = conditional_draws(density, self._of_one_data_set(), values, num)
+        return Posterior.of(replace(drawn, plates=self.plates), None, verdict)
+
+    def marginal(self, *sites: str) -> WeightedSamples:
+        """Returns the weighted draws of some latents alone.
+
+        Raises:
+            ValueError: no latent, or an unknown one.
+        """
+        unknown = [name for name in sites if name not in self.samples]
+        if unknown or not sites:
+            raise ValueError(
+                f"Expected some of the latents {quoted(self.samples)}; got {quoted(unknown) or 'none'}."
+            )
+        samples = {name: self.samples[name] for name in sites}
+        return WeightedSamples(samples, self.log_weights, self.plates, self.pool)
 
     def predict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Returns what the model gives at the draws and at other arguments: data, and names of values.
@@ -253,6 +301,30 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         return cls(held["samples"], held["log_weights"], held["plates"], pool, target, verdict)
 
     # ---- what is held
+
+    @property
+    def _has_no_density(self) -> bool:
+        """Whether the data have none, so that the guide's stands for that of the posterior."""
+        return isinstance(unmapped(self._target.program.model), SimulatorModel)
+
+    def _log_density(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the log density at values ``(num, *site shape)``, in nats, less no evidence."""
+        return self._log_density_of(self._of_one_data_set())(values)
+
+    def _log_density_of(
+        self, known: Mapping[str, Tensor]
+    ) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        """Returns the function of `_log_density`; runs of the model at draws find out how it is run for many."""
+        if self._has_no_density:
+            of_guide = GuideDensity.of(self._target, known)
+            return torch.no_grad()(of_guide.log_prob)
+        model = AtDraws.of(replace(self._target, guide=None), known)
+
+        def joint(values: Mapping[str, Tensor]) -> Tensor:
+            with pyro.validation_enabled(False):
+                return model.read(values, _log_joint)["log_joint"]
+
+        return joint
 
     @property
     def _target(self) -> Target:

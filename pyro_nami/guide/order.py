@@ -234,9 +234,16 @@ def _excluded(first: FirstCall) -> dict[str, str]:
     masked = dict.fromkeys(
         first.read_where_masked(), "its prior is masked where something reads it"
     )
-    return (
-        found | masked | dict.fromkeys(names, "the options, or its role in the model, exclude it")
-    )
+    reason = "the options, or its role in the model, exclude it"
+    for name in names:
+        drawn = [data for data in first.net.graph.successors(name) if _is_drawn(first, data)]
+        masked[name] = f"data '{min(drawn)}' have no density" if drawn else reason
+    return found | masked
+
+
+def _is_drawn(first: FirstCall, name: Any) -> bool:
+    """Whether a site's data come from a simulator, which says that it has no density."""
+    return name in first.nodes and not getattr(first.nodes[name]["fn"], "has_density", True)
 
 
 def _learned_order(first: FirstCall, inverse: Inverse) -> list[str]:

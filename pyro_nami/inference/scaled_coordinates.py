@@ -90,7 +90,7 @@ class Coordinates:
     def _parts(self, values: Values, batch_dims: int) -> Values:
         parts = {}
         for name, unconstrain in self._maps.items():
-            value = unconstrain(values[name])
+            value = unconstrain(_as_float(values[name]))
             value = value.reshape(*value.shape[:batch_dims], -1)
             huge = math.sqrt(torch.finfo(value.dtype).max)  # whose square is finite
             parts[name] = value.nan_to_num(nan=0.0, posinf=huge, neginf=-huge)

@@ -26,6 +26,7 @@ from pyro_nami.inference.site_messages import (
     Sites,
     Values,
     check_declared,
+    joined,
     log_density,
     plate_nesting,
     plate_shape,
@@ -67,6 +68,12 @@ class JointDraws(NamedTuple):
     def select(self, index: Tensor) -> JointDraws:
         """Returns some of the draws, by an index or a mask over them."""
         return self._with(lambda value: value[index])
+
+    def joined(self, others: Sequence[JointDraws]) -> JointDraws:
+        """Returns these draws, and others behind them."""
+        parts = [self, *others]
+        latents = joined([part.latents for part in parts])
+        return JointDraws(latents, joined([part.observed for part in parts]), self.nesting)
 
     def in_batches(self, size: int, order: Tensor | None = None) -> Iterator[JointDraws]:
         """Yields the draws in batches of a size, in the order of indices; by default in their own."""
@@ -267,6 +274,10 @@ class Simulator:
         Plates may have other sizes, and loops more steps or fewer.
         """
         return self._of(self.program._replace(args=args, kwargs=kwargs))
+
+    def of(self, model: Callable) -> Simulator:
+        """Returns a simulator of another model with the same sites, not checked again."""
+        return self._of(self.program._replace(model=model))
 
     # ---- runs of the model
 

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution, constraints
-from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch.distributions import Distribution, Independent, TransformedDistribution
 
-from pyro_nami.factors.wrappers import base_of
+from pyro_nami.inference.priors import OwnPrior
 from pyro_nami.inference.site_messages import Sites, plate_nesting
-from pyro_nami.program.distribution_parts import arguments_of
 from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.plate_dims import own_dims
 
-__all__ = ["Simulated", "SimulatorModel", "from_simulator", "with_drawn_data"]
-
-_BY_ROWS = "One that takes one row is called by lambda theta: torch.stack([simulate(row) for row in theta])."
+__all__ = ["Simulated", "SimulatorModel", "as_floating", "with_drawn_data"]
 
 
 class Simulated(TorchDistribution):
-    """A simulator's data ``(*batch, *shape)`` given parameters ``(*batch, *event)``: a distribution without density."""
+    """A simulator's data ``(*batch, *shape)`` given parameters ``(*batch, *event)``: a distribution without density.
+
+    Args:
+        simulator: from parameters ``(rows, *event)`` to data ``(rows, *shape)``.
+        theta: the parameters.
+        ndims: their event dims.
+        shape: of the data of one row.
+    """
 
     arg_constraints: dict = {}
     has_rsample = False
+    has_density = False
 
     def __init__(
-        self, simulator: Callable[[Tensor], Any], theta: Tensor, ndims: int, shape: torch.Size
+        self, simulator: Callable[[Tensor], Tensor], theta: Tensor, ndims: int, shape: torch.Size
     ) -> None:
         self.simulator = simulator
         self.theta = theta
@@ -55,7 +57,12 @@ class Simulated(TorchDistribution):
         wide = self.expand(torch.Size(sample_shape) + self.batch_shape)
         batch = wide.batch_shape
         rows = wide.theta.reshape((-1,) + wide.theta.shape[len(batch) :])
-        return _simulated(self.simulator, rows).reshape(batch + self.event_shape)
+        return self.simulator(rows).reshape(batch + self.event_shape)
+
+    def blank(self) -> Simulated:
+        """Returns data of zeros, which take no run of the simulator."""
+        shape = self.event_shape
+        return Simulated(partial(_zeros, shape=shape), self.theta, self._ndims, shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         raise NotImplementedError(
@@ -73,27 +80,43 @@ class SimulatorModel(Messenger):
         model: any; where it has values at the sites of data, a `pyro.deterministic` or a `Delta`, they become draws.
         data: site -> number of event dims.
         weighted: whether the data are part of the density that is asked for.
+        drawn: whether the simulator of `from_simulator` is run for them; else they are zeros.
     """
 
-    def __init__(self, model: Callable, data: Mapping[str, int], weighted: bool = True) -> None:
+    def __init__(
+        self,
+        model: Callable,
+        data: Mapping[str, int],
+        weighted: bool = True,
+        drawn: bool = True,
+    ) -> None:
         super().__init__()
         self.model = model
         self.data = data
         self.weighted = weighted
+        self.drawn = drawn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self:
             return self.model(*args, **kwargs)
 
+    def undrawn(self) -> SimulatorModel:
+        """Returns the model for runs that show its sites and shapes alone, without runs of its simulator."""
+        return SimulatorModel(self.model, self.data, self.weighted, drawn=False)
+
     def without_data(self) -> SimulatorModel:
-        """Returns the model whose data have no density, so none is asked for."""
-        return SimulatorModel(self.model, self.data, weighted=False)
+        """Returns the model whose data have no density, so that none is asked for, and are not simulated."""
+        return SimulatorModel(self.model, self.data, weighted=False, drawn=False)
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] not in self.data:
+            if not self.weighted and isinstance(msg["fn"], OwnPrior):  # it may have no density
+                msg["fn"] = msg["fn"].mask(False)
             return
-        if not isinstance(msg["fn"], Simulated):
-            value = msg["fn"]() if msg["value"] is None else msg["value"]
+        if isinstance(msg["fn"], Simulated):
+            msg["fn"] = msg["fn"] if self.drawn else msg["fn"].blank()
+        else:
+            value = as_floating(msg["fn"]() if msg["value"] is None else msg["value"])
             ndims = self.data[msg["name"]]
             msg["fn"] = Simulated(Tensor.clone, value, ndims, value.shape[value.dim() - ndims :])
             msg.update(value=None, is_observed=False, done=False)
@@ -123,93 +146,12 @@ def with_drawn_data(
     return SimulatorModel(model, data) if data else model
 
 
-def _black_box(
-    prior: Distribution, simulator: Callable[[Tensor], Any], shape: torch.Size
-) -> Tensor:
-    """The model of `from_simulator`."""
-    theta = pyro.sample("theta", prior)  # type: ignore[arg-type]
-    return pyro.sample("x", Simulated(simulator, theta, len(prior.event_shape), shape))
+def as_floating(value: Tensor, like: torch.dtype | None = None) -> Tensor:
+    """Returns numbers of any dtype as floating-point numbers, of a dtype if that is floating-point as well."""
+    if like is not None and like.is_floating_point:
+        return value.to(like)
+    return value if value.is_floating_point() else value.to(torch.get_default_dtype())
 
 
-def from_simulator(prior: Distribution, simulator: Callable[[Tensor], Any]) -> SimulatorModel:
-    """Returns a simulator as a Pyro model: ``theta`` from the prior, and ``x`` from the simulator at it.
-
-    A guide for it is compiled as for any model: ``amortize(from_simulator(prior, simulator), observed=["x"])``. As the
-    density of its data is not known, draws have no weights, and there is no evidence; a model that is written with
-    Pyro's distributions has both.
-
-    Args:
-        prior: of one draw of the parameters, with batch shape ``()``: ``Uniform(low, high).to_event(1)``, say; of
-            Pyro, or of ``torch.distributions``, as sbi's are.
-        simulator: from parameters ``(rows, *event)`` to data ``(rows, *shape)``, numbers of any dtype. One that takes
-            one row becomes ``lambda theta: torch.stack([simulate(row) for row in theta])``.
-
-    Raises:
-        TypeError: a prior that is no distribution.
-        ValueError: a prior with batch dims; a simulator that fails for rows of parameters; data that do not have the
-            rows of the parameters, or no numbers.
-
-    Example:
-        >>> import pyro.distributions as dist
-        >>> prior = dist.Normal(torch.zeros(2), 1.0).to_event(1)
-        >>> model = from_simulator(prior, lambda theta: theta + 0.1 * torch.randn_like(theta))
-        >>> model().shape
-        torch.Size([2])
-    """
-    prior = _of_pyro(prior)
-    if prior.batch_shape:
-        raise ValueError(
-            f"Expected a prior of one draw, of batch shape (); got {tuple(prior.batch_shape)}. Use "
-            f"prior.to_event({len(prior.batch_shape)}) or torch.distributions.Independent."
-        )
-    rows = prior.event_shape.numel() + 1  # a number that is not a size of one row
-    with torch.random.fork_rng():
-        shape = _simulated(simulator, prior.sample((rows,))).shape[1:]
-    return SimulatorModel(functools.partial(_black_box, prior, simulator, shape), {"x": len(shape)})
-
-
-def _simulated(simulator: Callable[[Tensor], Any], theta: Tensor) -> Tensor:
-    """Returns data ``(rows, *shape)`` of parameters ``(rows, *event)``, as floating-point numbers."""
-    expected = f"Expected the simulator to return one row of data for each of {len(theta)} rows of parameters"
-    with poutine.block(), own_dims():  # it may be written with Pyro
-        try:
-            made = simulator(theta)
-        except Exception as error:
-            raise ValueError(
-                f"{expected}; it raises {type(error).__name__}: {error}. {_BY_ROWS}"
-            ) from error
-    try:
-        x = torch.as_tensor(made, device=theta.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{expected}, in one tensor; got {type(made).__name__}. Concatenate its parts."
-        ) from error
-    if x.dim() == 0 or len(x) != len(theta):
-        raise ValueError(f"{expected}; got shape {tuple(x.shape)}. {_BY_ROWS}")
-    return x.to(theta.dtype)
-
-
-def _of_pyro(prior: Any) -> Any:
-    """Returns a distribution of torch as that of Pyro's by the same name.
-
-    Raises:
-        TypeError: there is none.
-    """
-    if isinstance(prior, Independent):
-        return _of_pyro(base_of(prior)).to_event(prior.reinterpreted_batch_ndims)
-    if isinstance(prior, TorchDistributionMixin):
-        return prior
-    if type(prior) is TransformedDistribution:
-        return pyro.distributions.TransformedDistribution(
-            _of_pyro(base_of(prior)), prior.transforms
-        )
-    known = getattr(pyro.distributions, type(prior).__name__, None)
-    if not isinstance(prior, Distribution) or known is None:
-        raise TypeError(
-            f"Expected a distribution of all parameters as the prior; got {type(prior).__name__}. Use "
-            "pyro.distributions, such as Uniform(low, high).to_event(1)."
-        )
-    options = arguments_of(prior).items()
-    return known(
-        **{key: _of_pyro(part) if isinstance(part, Distribution) else part for key, part in options}
-    )
+def _zeros(rows: Tensor, shape: torch.Size) -> Tensor:
+    return as_floating(rows.new_zeros(len(rows), *shape))

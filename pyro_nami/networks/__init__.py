@@ -5,7 +5,7 @@ through it in which inputs come to be known step by step.
 `running` scales their inputs, `pace` the steps of their parameters.
 
 `reductions` says which instances form a set. `pooling` turns a set into features and tells how to add a way to do so,
-and `precision_sums` takes instances for pseudo-observations, which add up.
+and `precision_sums` takes instances for pseudo-observations, which add up. `encoders` read one value, such as an image.
 """
 
 from pyro_nami.networks.masked import Base, MaskedMLP

@@ -221,3 +221,22 @@ def test_the_verdict_names_the_latent_whose_deviation_is_open():
     assert verdict.worst == "tail" and verdict.endswith("% (worst: 'tail').")
     kept = pickle.loads(pickle.dumps(verdict))
     assert kept == verdict and kept.worst == "tail"
+
+
+def test_given_one_number_others_are_drawn_by_the_models_density():
+    """A sum is observed with noise 0.5: given one summand, the other is Normal about (1.5 - 1) / 1.25."""
+
+    def summands(x):
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z.sum(-1), 0.5), obs=x)
+
+    posterior = fit(summands, torch.tensor(1.5), seed=0, progress=False)
+    pyro.set_rng_seed(0)
+    drawn = posterior.conditional({"z": torch.tensor([1.0, torch.nan])}, num=4000)
+    assert drawn.verdict.kind == "checked" and (drawn["z"][:, 0] == 1.0).all()
+    own, sd = drawn["z"][:, 1], 0.2**0.5
+    assert abs(own.mean() - 0.4) < 0.1 * sd and abs(own.std() / sd - 1) < 0.1
+    with pytest.raises(ValueError, match="of the latents 'z'; got one of 'w'"):
+        posterior.conditional({"w": 1.0})
+    with pytest.raises(ValueError, match="got 'w'"):
+        posterior.marginal("w")
