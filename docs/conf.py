@@ -41,11 +41,9 @@ def _set_up_kernels() -> None:
     os.environ["IPYTHONDIR"] = str(BUILT / "ipython")
 
 
-_set_up_kernels()
-
-
 project = "pyro_nami"
 author = "the pyro_nami developers"
+copyright = author
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -65,9 +63,10 @@ nb_execution_cache_path = str(BUILT / f"cache-{_source_hash()}")
 nb_execution_timeout = 180  # seconds a page; the slowest takes about 40 on an idle core
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # a cell may return a drawing in Mermaid
 
 # ---- docstrings
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autosummary_generate = False
@@ -75,6 +74,10 @@ default_role = "py:obj"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
+    # `name` in a docstring is a link where the name is public, and code otherwise
+    ("py:obj", ".*"),
+    # classes inside the package that public signatures show
+    ("py:class", r"(pyro_nami\.\w+\.|abc\.).*"),
     ("py:.*", r"(torch|pyro|numpy|networkx|matplotlib|arviz|collections|pathlib|typing)\b.*"),
 ]
 
@@ -116,7 +119,7 @@ def _read_page(app, page, source):
     """Mends a page before it is parsed: links, and entries of pages that are not written yet."""
     path = Path(app.env.doc2path(page))
     source[0] = _with_links_inside(source[0], path.parent)
-    for name in PLANNED:
+    for name in PLANNED if page == "index" else ():
         if not (DOCS / f"{name}.md").exists():
             source[0] = source[0].replace(f"\n{name}\n", "\n")
 
@@ -126,7 +129,18 @@ def _read_included(app, path, page, source):
     source[0] = _with_links_inside(source[0], (DOCS / path).resolve().parent)
 
 
+def _read_docstring(app, what, name, subject, options, lines):
+    """Mends what napoleon would take for markup: stars of ``*args``, and a property's first sentence with a colon."""
+    for i, line in enumerate(lines):
+        lines[i] = re.sub(r"(\*+)(args|kwargs)(?=[,:])", r"\\\1\2", line).replace("\\**", "\\*\\*")
+    if what == "property":
+        lines.insert(0, "\\ ")
+
+
 def setup(app):
     """Is called by Sphinx."""
+    _set_up_kernels()
+    # before napoleon, whose priority is 500
+    app.connect("autodoc-process-docstring", _read_docstring, priority=100)
     app.connect("source-read", _read_page)
     app.connect("include-read", _read_included)

@@ -1,9 +1,10 @@
-"""What every page's kernel runs first: no progress bars, and warnings without a path of the machine that built the site."""
+"""What every page's kernel runs first: no progress bars; warnings and errors without paths of this machine."""
 
 import sys
 import warnings
 
 import tqdm
+from IPython import get_ipython
 
 
 def _without_bar(init):
@@ -20,3 +21,4 @@ def _show(message, category, *_, **__):
 tqdm.tqdm.__init__ = _without_bar(tqdm.tqdm.__init__)
 warnings.filterwarnings("ignore", "IProgress not found")
 warnings.showwarning = _show
+get_ipython().run_line_magic("xmode", "Minimal")  # of an error, the message alone
