@@ -13,7 +13,7 @@ from pyro.distributions import constraints
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import ClippedAdam
 
-from pyro_nami import AutoNaMIGuide
+from pyro_nami import AutoNaMIGuide, fit
 from pyro_nami.factors.boxed_normal import BoxedNormal
 
 REFERENCES = Path(__file__).parents[3] / "shared" / "data" / "posteriordb"
@@ -441,3 +441,30 @@ def test_outcomes_that_a_covariate_tells_apart_are_told():
     x = design(50)[0]
     with pytest.warns(UserWarning, match="'b' is improper, and there may be no posterior"):
         AutoNaMIGuide(logistic(x, improper))((x[:, 1] > 0).float())
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["a vector", "two numbers"])
+def test_modes_apart_under_flat_priors_are_all_found(together):
+    """A place in a square, by its distances from two points: two mirror images, and a grid that tells the evidence."""
+    stations, x, noise = torch.tensor([[-0.7, 0.0], [0.5, 0.0]]), torch.tensor([0.75, 0.85]), 0.05
+
+    def density(place):
+        return dist.Normal((place.unsqueeze(-2) - stations).norm(dim=-1), noise).to_event(1)
+
+    def model(x):
+        if together:
+            place = pyro.sample("place", dist.Uniform(-torch.ones(2), 1.0).to_event(1))
+        else:
+            low = torch.tensor(-1.0)
+            east = pyro.sample("east", dist.Uniform(low, 1.0))
+            north = pyro.sample("north", dist.Uniform(low, 1.0))
+            place = torch.stack([east, north], -1)
+        pyro.sample("x", density(place), obs=x)
+
+    line = (torch.arange(400) + 0.5) / 200 - 1
+    grid = torch.cartesian_prod(line, line)
+    exact = density(grid).log_prob(x).logsumexp(0) - math.log(len(grid))
+    posterior = fit(model, x, seed=0, progress=False)
+    assert abs(posterior.log_evidence - exact) < 0.02  # one mode alone is off by log 2
+    north = posterior["place"][:, 1] if together else posterior["north"]
+    assert 0.45 < (north > 0).double().mean() < 0.55  # six standard errors of a half
