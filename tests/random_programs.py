@@ -8,6 +8,7 @@ when guides must cover another kind of site, plate or option: one more row in `K
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,9 @@ from pyro import poutine
 from pyro.infer import ELBO, Trace_ELBO, TraceGraph_ELBO
 from torch import Tensor
 
-__all__ = ["Program", "event_dim", "random_program", "to_device"]
+__all__ = ["COUNT", "Program", "event_dim", "random_program", "to_device"]
+
+COUNT = int(os.environ.get("PYRO_NAMI_PROGRAMS", 300))  # of seeds; other random models follow it
 
 
 # ---- kinds of sites

@@ -24,7 +24,7 @@ from pyro import poutine
 from pyro.infer import SVI, Predictive
 from pyro.optim import Adam
 from pyro.poutine.util import site_is_subsample
-from random_programs import Program, event_dim, random_program
+from random_programs import COUNT, Program, event_dim, random_program
 from torch import Tensor
 from torch.distributions import Transform, biject_to, constraints
 from torch.distributions.constraints import Constraint
@@ -33,13 +33,12 @@ from torch.distributions.utils import _standard_normal
 from pyro_nami import AutoNaMIGuide, InferenceCompilation
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-COUNT = int(os.environ.get("PYRO_NAMI_PROGRAMS", 300))
 DEVICE = os.environ.get("PYRO_NAMI_DEVICE", "cpu")
 LOG_TWO_PI = math.log(2 * math.pi)
 FAR = 15.0
 pytestmark = pytest.mark.usefixtures("own_parameters")
 
-DEAR = 8  # laws that take long are checked at every so many seeds
+DEAR = 12  # laws that take long are checked at every so many seeds
 
 
 @pytest.mark.parametrize("seed", range(COUNT))

@@ -18,6 +18,7 @@ import pytest
 import torch
 from models import called, nested
 from pyro import poutine
+from random_programs import COUNT
 
 from pyro_nami import AutoNaMIGuide, verify_inverse
 from pyro_nami.deriving import finder
@@ -576,9 +577,7 @@ def _within(plates: list[Any], sample: Callable) -> torch.Tensor:
         return _within(plates[1:], sample)
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(i, marks=pytest.mark.slow if i >= 70 else ()) for i in range(200)]
-)
+@pytest.mark.parametrize("seed", range(COUNT // 5))
 def test_random_models_are_exact(seed):
     program = Program(seed)
     guide = called(program.model, program.data)

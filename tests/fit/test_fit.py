@@ -117,11 +117,11 @@ def test_sixteen_modes_are_drawn_alike(caplog):
 
 
 def test_more_modes_than_searches_find_are_told():
-    """Eleven numbers whose signs the data do not tell: 2,048 modes."""
-    y = 2.0 + 0.1 * torch.randn(5, 11)
+    """Thirteen numbers whose signs the data do not tell: 8,192 modes."""
+    y = 2.0 + 0.1 * torch.randn(5, 13)
 
     def model(y):
-        number = pyro.sample("number", dist.Normal(torch.zeros(11), 2.0).to_event(1))
+        number = pyro.sample("number", dist.Normal(torch.zeros(13), 2.0).to_event(1))
         noise = pyro.sample("noise", dist.HalfNormal(1.0))
         with pyro.plate("rows", 5):
             loc = number.unsqueeze(-2).abs() + 0.01 * number.unsqueeze(-2).sum(-1, True).tanh()
@@ -129,7 +129,7 @@ def test_more_modes_than_searches_find_are_told():
             pyro.sample("y", dist.Normal(loc, scale).to_event(1), obs=y)
 
     with pytest.warns(UserWarning, match="keep finding further modes"):
-        assert not fitted(model, y).verdict.is_trusted
+        assert not fitted(model, y, draws=1000).verdict.is_trusted
 
 
 def test_few_draws_and_many_of_a_model_that_is_written_for_one():
@@ -194,9 +194,10 @@ def test_an_improper_posterior_is_told_with_its_latent(seed):
 
 
 @pytest.mark.filterwarnings("ignore:The posterior is not to be trusted")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_slope_that_a_line_separates_is_improper_or_not_trusted(monkeypatch, seed):
-    monkeypatch.setattr(fitting, "CHAINS", 1.0)
+    for name in ("TRAINING", "CHAINS"):  # what takes longest makes no improper posterior proper
+        monkeypatch.setattr(fitting, name, 1.0)
     flat = dist.ImproperUniform(constraints.real, (), ())
 
     def model(x, y):
