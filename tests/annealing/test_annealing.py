@@ -691,7 +691,7 @@ infinite = pair(UNIT, lambda z: dist.Normal(z * math.nan, 1.0, validate_args=Fal
             poutine.scale(conjugate_normal, 2.0),
             ONE,
             NotImplementedError,
-            "without scale at site 'mu'",
+            "no scale at the latent 'mu'",
         ),
         (lambda y: pyro.sample("y", UNIT, obs=y), FIRST, ValueError, "latent sites"),
         (

@@ -347,7 +347,7 @@ def test_later_arguments_that_leave_a_latent_open_are_told():
 def test_too_few_rows_for_a_flat_scale_are_told():
     """With as many rows as coefficients and one more, the density of a flat scale has no end."""
     x, y = design(5)
-    with pytest.warns(UserWarning, match="'s' is improper, and there may be no posterior"):
+    with pytest.warns(UserWarning, match="'s' is improper, and its posterior may be, too"):
         AutoNaMIGuide(regression(x, improper, scale=SCALES["improper"][0]))(y)
 
 
@@ -439,7 +439,7 @@ def test_coefficients_under_heavy_tails_are_those_under_a_wide_normal_prior():
 
 def test_outcomes_that_a_covariate_tells_apart_are_told():
     x = design(50)[0]
-    with pytest.warns(UserWarning, match="'b' is improper, and there may be no posterior"):
+    with pytest.warns(UserWarning, match="'b' is improper, and its posterior may be, too"):
         AutoNaMIGuide(logistic(x, improper))((x[:, 1] > 0).float())
 
 

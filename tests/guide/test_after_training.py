@@ -494,7 +494,7 @@ def test_rows_that_training_cannot_give_are_told():
     svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
     for seed in range(4):
         svi.step(numbers(seed, 5))
-    with pytest.warns(UserWarning, match="'z' are inferred from the rows of data that this call"):
+    with pytest.warns(UserWarning, match="'z' are inferred from the rows of data in this call"):
         drawn(guide, ((numbers(9, 12),), {}))
 
 
