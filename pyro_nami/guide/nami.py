@@ -19,6 +19,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.runtime import get_plates
 from torch import Tensor, nn
 
 from pyro_nami.graph.inverse import Inverse
@@ -31,17 +32,20 @@ from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import RuleNotes
 from pyro_nami.guide.scoring import DensityGuide
-from pyro_nami.messages import quoted
+from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, seed_rng, untouched
 from pyro_nami.program.loops import family_of
 from pyro_nami.program.many_draws import difference_at, for_many
 from pyro_nami.program.memory import rows_in_memory
+from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.runner import Message, Values
 from pyro_nami.program.vectorized import Vectorized, unmapped
 
 __all__ = ["AutoNaMIGuide"]
 
+# Of Pyro's ELBOs and importance sampling, and of `Predictive`.
+PLATES_OF_DRAWS = {"num_particles_vectorized", "_num_predictive_samples"}
 MODES = {"auto": None, **{mode.value: mode for mode in Mode}}
 # made by Pyro's metaclass, which type checkers do not follow
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]
@@ -261,9 +265,26 @@ class AutoNaMIGuide(DensityGuide):
             Latent -> value, in model order.
         """
         call = self._begin(args, kwargs)
+        self._check_draws_at_once(call)
         is_ahead = call.target.call is not None and not call.indices and is_predicting()
         found = self._drawn_ahead(call) if is_ahead else None
         return self._drawn(call) if found is None else found
+
+    def _check_draws_at_once(self, call: Call) -> None:
+        """Warns, once, of a model that is written for one draw where Pyro runs it for many at once."""
+        around = {frame.name for frame in get_plates()}
+        if around.isdisjoint(PLATES_OF_DRAWS) or torch.jit.is_tracing():
+            return
+        if not self.network.tells("draws at once"):
+            return
+        with torch.no_grad(), untouched(self.model), poutine.block(), own_dims():
+            plan = self._plan_for_many(call)
+        if plan is None or plan.program.vectorized:
+            warn(
+                "The model is written for one draw, and Pyro runs it for many at once: it mixes them up, or counts its "
+                "data once for each, and the posterior is wrong with any guide. Leave out vectorize_particles=True, or "
+                "parallel=True; or let the model take latents with a dim of draws to the left of its plates."
+            )
 
     def _drawn_ahead(self, call: Call) -> dict[str, Tensor] | None:
         """Returns the next of the draws made in advance; None if the model cannot be run for many draws."""

@@ -17,7 +17,15 @@ from models import (
     told,
 )
 from pyro import poutine
-from pyro.infer import CSIS, SVI, EmpiricalMarginal, Importance, ReweightedWakeSleep, SMCFilter
+from pyro.infer import (
+    CSIS,
+    SVI,
+    EmpiricalMarginal,
+    Importance,
+    ReweightedWakeSleep,
+    SMCFilter,
+    Trace_ELBO,
+)
 from pyro.infer.importance import vectorized_importance_weights
 from pyro.infer.reparam import NeuTraReparam
 
@@ -206,3 +214,23 @@ def test_neutra_takes_continuous_autoguides_only():
     guide(*ZERO)
     with pytest.raises(TypeError, match="AutoContinuous"):
         NeuTraReparam(guide)
+
+
+def _regression(x, y, mean):
+    weights = pyro.sample("weights", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.StudentT(4.0, mean(weights, x), 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("mean", "is_told"), [(lambda w, x: w @ x.T, True), (lambda w, x: (w * x).sum(-1), False)]
+)
+def test_models_of_one_draw_are_told_where_pyro_runs_them_for_many(mean, is_told, recwarn):
+    """``(particles, 1, 2) @ (2, rows)`` has a dim too many, by which data count once for each particle."""
+    x, y = torch.randn(9, 2), torch.randn(9)
+    guide = AutoNaMIGuide(_regression)
+    elbo = Trace_ELBO(num_particles=4, vectorize_particles=True, max_plate_nesting=1)
+    for _ in range(2):
+        elbo.loss(_regression, guide, x, y, mean)
+    found = [each for each in recwarn if "written for one draw" in str(each.message)]
+    assert len(found) == is_told
