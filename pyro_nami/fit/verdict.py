@@ -112,14 +112,14 @@ def _error(effective: float) -> float:
 
 
 def _spread(drawn: WeightedSamples, effective: float) -> tuple[float, str]:
-    """Returns the largest relative error of a standard deviation, and the latent that has it.
+    """Returns the largest relative error of a standard deviation of continuous latents, and the latent that has it.
 
     The relative error of a variance is the root of (kurtosis - 1) / draws.
     """
     weights = drawn.smoothed_log_weights.double().softmax(0)
     largest = {"": 1.0}  # latent -> kurtosis
     for name, value in drawn.samples.items():
-        if value.is_floating_point() and value.numel():
+        if (value != value.round()).any():
             own, each = over(weights, value), value.double()
             square = (each - (own * each).sum(0)).square()
             variance = (own * square).sum(0)

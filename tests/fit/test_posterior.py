@@ -219,6 +219,8 @@ def test_the_verdict_names_the_latent_whose_deviation_is_open():
     draws = {"z": torch.randn(4000), "tail": dist.StudentT(3.0).sample((4000,))}
     verdict = checked("weights agree", WeightedSamples(draws, torch.zeros(4000)), 1000.0)
     assert verdict.worst == "tail" and verdict.endswith("% (worst: 'tail').")
+    sure = {"z": draws["z"], "one": (torch.arange(4000) == 7).float()}
+    assert checked("weights agree", WeightedSamples(sure, torch.zeros(4000)), 1000.0).worst == "z"
     kept = pickle.loads(pickle.dumps(verdict))
     assert kept == verdict and kept.worst == "tail"
 
