@@ -19,7 +19,7 @@ from pyro_nami.fit.posterior import Posterior, learned
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import as_data, weighted_draws
-from pyro_nami.inference.simulator_model import SimulatorModel
+from pyro_nami.inference.simulator_model import SimulatorModel, as_floating
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, warn_of_bad
 from pyro_nami.messages import warn
@@ -138,8 +138,10 @@ class AmortizedPosterior:
         self, model: SimulatorModel, data: Mapping[str, Any], num_samples: int
     ) -> Posterior:
         """Returns draws of the guide, with weights of one, for data without a density."""
-        for name in model.data.keys() & as_data(data).keys():
-            if not torch.as_tensor(data[name]).isfinite().all():
+        data = dict(as_data(data))
+        for name in model.data.keys() & data.keys():
+            data[name] = as_floating(torch.as_tensor(data[name]))
+            if not data[name].isfinite().all():
                 raise ValueError(
                     f"Expected data without NaN and infinite values; got some at site '{name}'. The guide has seen "
                     "none, as simulations with them are left out."

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
+from pyro_nami.inference.simulator_model import as_floating, is_simulated
 from pyro_nami.messages import quoted
 from pyro_nami.program.isolation import forked_rng, seed_rng
 
@@ -146,6 +147,7 @@ def as_draws(values: Any, simulator: Simulator) -> JointDraws:
     found = {}
     for name, site in simulator.single.items():
         value, fn = as_tensor(name, values[name], site["value"]), site["fn"]
+        value = as_floating(value, site["value"].dtype) if is_simulated(fn) else value
         if value.dim() == 1 + len(fn.shape()):
             idle = (1,) * (simulator.nesting - len(fn.batch_shape))
             value = value.reshape(len(value), *idle, *value.shape[1:])

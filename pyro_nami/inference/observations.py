@@ -24,7 +24,7 @@ class Observations:
     Args:
         given: site -> value: of the site's own shape in that run, or of several data sets, ``(data sets, *own shape)``,
             also with all plate dims of the model (as in `JointDraws`). A site without that dim has the same value in
-            all data sets. Numbers get the dtype of a site of floats.
+            all data sets. Floats get the dtype of the site.
         sites: the sites of a run without batch dims.
         nesting: number of plate dims of the model.
 
@@ -108,7 +108,7 @@ def as_mapping(observations: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def as_tensor(name: str, given: Any, like: Tensor) -> Tensor:
-    """Returns a site's given value on the device of another one, and if that is of floats in its dtype.
+    """Returns a site's given value on the device of another one, and if both are floats in its dtype.
 
     Raises:
         TypeError: it is no tensor and cannot be made one.
@@ -119,7 +119,7 @@ def as_tensor(name: str, given: Any, like: Tensor) -> Tensor:
         raise TypeError(
             f"Expected a tensor as the value of site '{name}'; got {type(given).__name__}."
         ) from error
-    return value.to(like.dtype) if like.is_floating_point() else value
+    return value.to(like.dtype) if value.is_floating_point() and like.is_floating_point() else value
 
 
 def observed_names(

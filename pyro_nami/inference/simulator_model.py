@@ -19,7 +19,7 @@ from pyro_nami.inference.site_messages import Sites, plate_nesting
 from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
 
-__all__ = ["Simulated", "SimulatorModel", "as_floating", "with_drawn_data"]
+__all__ = ["Simulated", "SimulatorModel", "as_floating", "is_simulated", "with_drawn_data"]
 
 
 class Simulated(TorchDistribution):
@@ -144,6 +144,11 @@ def with_drawn_data(
             whole = site["infer"].get("_deterministic") and ndims == site["value"].dim()
             data[name] = max(ndims - plate_nesting([site]), 0) if whole else ndims
     return SimulatorModel(model, data) if data else model
+
+
+def is_simulated(fn: Any) -> bool:
+    """Whether a site's values come from a simulator, and are numbers, of any dtype."""
+    return isinstance(fn, Simulated)
 
 
 def as_floating(value: Tensor, like: torch.dtype | None = None) -> Tensor:

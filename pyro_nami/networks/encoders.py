@@ -111,7 +111,7 @@ class SeriesEncoder(nn.Module):
 
     Example:
         >>> SeriesEncoder(torch.randn(10, 50))(torch.randn(5, 50)).shape
-        torch.Size([5, 75])
+        torch.Size([5, 105])
     """
 
     def __init__(self, series: Tensor, num_units: int = 24, most_steps: int = 32) -> None:
