@@ -230,12 +230,17 @@ def _excluded(first: FirstCall) -> dict[str, str]:
         for latent in first.net.graph.predecessors(site)
     }
     learned = [name for name, rule in options.rules.items() if rule == "learned"]
-    names = first.semi_observed.union(hidden, first.passing, learned, options.families or {})
+    reasons = {
+        **dict.fromkeys(hidden, "its density is random at equal values, as with dropout"),
+        **dict.fromkeys(first.passing, "other calls may lack it"),
+        **dict.fromkeys(first.semi_observed, "it may be data in other calls, or `blocks` names it"),
+        **dict.fromkeys(options.families or {}, "`families` gives it another conditional"),
+        **dict.fromkeys(learned, "`rules` asks for that"),
+    }
     masked = dict.fromkeys(
         first.read_where_masked(), "its prior is masked where something reads it"
     )
-    reason = "the options, or its role in the model, exclude it"
-    for name in names:
+    for name, reason in reasons.items():
         drawn = [data for data in first.net.graph.successors(name) if _is_drawn(first, data)]
         masked[name] = f"data '{min(drawn)}' have no density" if drawn else reason
     return found | masked
