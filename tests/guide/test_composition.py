@@ -442,14 +442,14 @@ def test_median_of_a_model_that_is_written_for_one_draw(looks):
 
     guide = AutoNaMIGuide(model)
     y = torch.tensor([0.0, 1.0, 0.0, 7.0, 2.0, 9.0])
-    found = guide.quantiles([0.16, 0.5, 0.84], y, num_samples=200)
+    found = guide.quantiles([0.16, 0.5, 0.84], y, num_samples=100)
     with torch.no_grad():
-        draws = [guide(y) for _ in range(200)]
+        draws = [guide(y) for _ in range(100)]
     for name, value in found.items():
         alone = torch.stack([draw[name] for draw in draws])
         for share, quantile in zip([0.16, 0.5, 0.84], value):
             below = (alone <= quantile).double().mean(0)
-            assert (below - share).abs().max() < 0.18  # five standard errors of both
+            assert (below - share).abs().max() < 0.25  # five standard errors of both
     assert max(sizes) < 2000
 
 
