@@ -150,6 +150,15 @@ def log_evidence(model):
     return float((joint - log_q).logsumexp(0) - torch.tensor(200_000.0).log())
 
 
+@pytest.fixture(scope="module")
+def of_auto_normal():
+    """The ELBO that Pyro's guide reaches; the density is the same of all kinds."""
+    model = with_data(OwnLaplace)
+    guide = AutoNormal(model)
+    steps(model, guide, Y, count=300, lr=0.03)
+    return elbo(model, guide)
+
+
 @pytest.mark.filterwarnings("error", *QUIET)
 @pytest.mark.parametrize(
     "kind",
@@ -164,17 +173,14 @@ def log_evidence(model):
         of_wrong_shape,
     ],
 )
-def test_data_train_as_with_the_guides_of_pyro(kind):
-    model, found = with_data(kind), {}
-    for make in (AutoNormal, AutoNaMIGuide):
-        pyro.clear_param_store()
-        guide = make(model)
-        steps(model, guide, Y, count=300, lr=0.03)
-        found[make] = elbo(model, guide)
-    exact = log_evidence("data")
-    assert exact - 0.5 < found[AutoNaMIGuide] < exact + 0.05
-    assert found[AutoNaMIGuide] > found[AutoNormal] - 0.1
-    draws = importance_sample(model, guide, Y, num_samples=2000)
+def test_data_train_as_with_the_guides_of_pyro(kind, of_auto_normal):
+    model = with_data(kind)
+    guide = AutoNaMIGuide(model)
+    steps(model, guide, Y, count=300, lr=0.03)
+    exact, found = log_evidence("data"), elbo(model, guide)
+    assert exact - 0.5 < found < exact + 0.05
+    assert found > of_auto_normal - 0.1
+    draws = importance_sample(model, guide, Y, num_samples=500)
     assert draws.log_evidence.item() == pytest.approx(exact, abs=0.1)
 
 
@@ -201,7 +207,7 @@ def test_a_latent_whose_support_is_unknown_is_real_and_named_in_a_warning(kind):
         steps(model, guide, Y, count=300, lr=0.03)
     exact = log_evidence("latent")
     assert exact - 0.3 < elbo(model, guide) < exact + 0.05
-    draws = importance_sample(model, guide, Y, num_samples=2000)
+    draws = importance_sample(model, guide, Y, num_samples=500)
     assert draws.log_evidence.item() == pytest.approx(exact, abs=0.1)
 
 
