@@ -93,6 +93,8 @@ if os.environ.get("PYRO_NAMI_INTERSPHINX"):
 # ---- looks
 html_theme = "furo"
 html_title = "pyro_nami"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 
 def _with_links_inside(text: str, folder: Path) -> str:
