@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from pyro_nami.amortize.data_distance import SimulatedData
 from pyro_nami.amortize.first_guide import first_guide, named
 from pyro_nami.amortize.posterior import AmortizedPosterior
+from pyro_nami.amortize.sizes import Arguments, arguments_of
 from pyro_nami.amortize.soap import SOAP
 from pyro_nami.factors.unconstrained import flow
 from pyro_nami.fit.posterior import learned
@@ -33,7 +34,7 @@ from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
 from pyro_nami.inference.scaled_coordinates import site_forms
-from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
 from pyro_nami.inference.site_messages import with_idle_dims
 from pyro_nami.messages import warn
@@ -56,6 +57,8 @@ def amortize(
     *args: Any,
     observed: Sequence[str] = (),
     simulations: Any = DEFAULT_SIMULATIONS,
+    sizes: Mapping[str, tuple[int, int]] | None = None,
+    arguments: Callable[[], tuple] | None = None,
     steps: int | None = None,
     progress: bool = True,
     guide: AutoNaMIGuide | None = None,
@@ -69,13 +72,19 @@ def amortize(
         observed: sites to condition on, beside those that the model observes itself.
         simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
             ``"fresh"``, to draw others in each step, if the model is fast.
+        sizes: plate, or loop -> its smallest and largest size in the simulations, where an integer argument of the model
+            gives it; the guide then answers for all sizes between, see `AmortizedPosterior.at`. By default from a quarter
+            to four times of the size at the arguments given; ``{}`` for this size alone.
+        arguments: a function that draws the model's arguments (a tuple, of those without a name), in place of sizes:
+            ``lambda: (covariates(int(torch.randint(10, 100, ()))),)``. It is called up to 11 times.
         steps: of a training; by default 20 times the square root of the number of simulations, and 450 below 2,000
             simulations. A batch is 3.5 times this square root, and twice that for the last two fifths of the steps.
         progress: whether to show a progress bar.
         guide: one to train in place of the guide that is made for the model.
 
     Raises:
-        ValueError: fewer than 20 simulations; and as `InferenceCompilation` does.
+        ValueError: fewer than 20 simulations; sizes that no argument gives, or sizes with simulations that are given;
+            and as `InferenceCompilation` does.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -87,7 +96,7 @@ def amortize(
         torch.Size([])
     """
     simulator = _simulator(model, args, kwargs, observed, marked=guide is not None)
-    return _training(simulator, simulations, steps, progress).posterior(guide)
+    return _training(simulator, simulations, sizes, arguments, steps, progress).posterior(guide)
 
 
 def _simulator(
@@ -103,7 +112,12 @@ def _simulator(
 
 
 def _training(
-    simulator: Simulator, simulations: Any, steps: int | None, progress: bool
+    simulator: Simulator,
+    simulations: Any,
+    sizes: Mapping[str, tuple[int, int]] | None,
+    arguments: Callable[[], tuple] | None,
+    steps: int | None,
+    progress: bool,
 ) -> _Training:
     """Returns what trains guides on simulations that are drawn, or given; checks them."""
     fresh = isinstance(simulations, str)
@@ -111,30 +125,48 @@ def _training(
         raise ValueError(
             f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}."
         )
-    draws, seen = _simulated(simulator, DEFAULT_SIMULATIONS if fresh else simulations)
     own = fresh or isinstance(simulations, int)
-    steps = steps or (450 if draws.num < FEW_SIMULATIONS else round(20 * draws.num**0.5))
-    return _Training(simulator, draws, seen, own, fresh, steps, progress)
-
-
-def _simulated(simulator: Simulator, simulations: Any) -> tuple[JointDraws, History]:
-    """Returns the simulations that are finite, drawn or given, and a history that counts the others."""
-    if isinstance(simulations, int):
-        given = simulator.draw(simulations)
+    if own:
+        num = DEFAULT_SIMULATIONS if fresh else simulations
+        groups = _drawn(simulator, num, arguments_of(simulator, num, sizes, arguments))
+    elif sizes or arguments:
+        raise ValueError("Expected a number of simulations with sizes or arguments; got values.")
     else:
-        given = as_draws(simulations, simulator)
-        for name, value in {**given.latents, **given.observed}.items():
-            # raises for a value of a wrong shape
-            with_idle_dims(value, simulator.single[name], simulator.nesting, 1)
+        groups = [simulator.batch(_given(simulator, simulations))]
+    groups, seen = _finite(groups)
+    num = sum(group.draws.num for group in groups)
+    steps = steps or (450 if num < FEW_SIMULATIONS else round(20 * num**0.5))
+    return _Training(simulator, groups, seen, own, fresh, steps, progress)
+
+
+def _drawn(simulator: Simulator, num: int, places: Sequence[Arguments]) -> list[Batch]:
+    """Returns simulations at each of several arguments, as many at each."""
+    counts = [num // len(places) + (i < num % len(places)) for i in range(len(places))]
+    here = [simulator.at(*args, **kwargs) for args, kwargs in places]
+    return [each.batch(each.draw(count)) for each, count in zip(here, counts) if count]
+
+
+def _given(simulator: Simulator, simulations: Any) -> JointDraws:
+    """Returns simulations that a user has given, after a check."""
+    given = as_draws(simulations, simulator)
+    for name, value in {**given.latents, **given.observed}.items():
+        # raises for a value of a wrong shape
+        with_idle_dims(value, simulator.single[name], simulator.nesting, 1)
+    return given
+
+
+def _finite(groups: Sequence[Batch]) -> tuple[list[Batch], History]:
+    """Returns the simulations that are finite, and a history that counts the others."""
     seen = History()
     # Real data are finite, and no simulation with finite data is left out, so that their posterior stays what it is.
-    draws = seen.finite(given, most=1.0)
-    if draws.num < 20:
+    kept = [group._replace(draws=seen.finite(group.draws, most=1.0)) for group in groups]
+    num = sum(group.draws.num for group in kept)
+    if num < 20:
         why = f", as {seen.shortfall()}" if seen.skipped else ""
-        raise ValueError(f"Expected at least 20 simulations to learn from; got {draws.num}{why}.")
+        raise ValueError(f"Expected at least 20 simulations to learn from; got {num}{why}.")
     if seen.skipped:
         warn(f"{seen.shortfall()}; they were left out.")
-    return draws, seen
+    return [group for group in kept if group.draws.num > 1], seen
 
 
 class _Trained(NamedTuple):
@@ -149,12 +181,17 @@ class _Training(NamedTuple):
     """The simulations and settings of one call of `amortize`, by which up to three guides are trained."""
 
     simulator: Simulator
-    draws: JointDraws
+    groups: list[Batch]  # the simulations, by the arguments that they were made at; first those of the simulator
     seen: History  # of a posterior without training; counts the simulations that are not finite
     own: bool  # whether the simulator made the draws, with the model's prior
     fresh: bool  # whether each step draws simulations of its own
     steps: int
     progress: bool
+
+    @property
+    def num(self) -> int:
+        """The number of simulations."""
+        return sum(group.draws.num for group in self.groups)
 
     def posterior(self, guide: AutoNaMIGuide | None) -> AmortizedPosterior:
         """Returns the posterior by this guide, or by one that is made for the model."""
@@ -163,12 +200,13 @@ class _Training(NamedTuple):
         simulated = None
         if best.history.losses:
             with forked_rng():
-                simulated = SimulatedData(self.draws.observed, site_forms(simulator))
+                draws = self.groups[0].draws
+                simulated = SimulatedData(draws.observed, site_forms(simulator))
         return AmortizedPosterior(*simulator.program[:3], best.guide, best.history, simulated)
 
     def _best(self) -> _Trained:
         """Returns the best guide that is made for the model; without training if all its latents are exact."""
-        guide, options = first_guide(self.simulator, self.draws, self.own)
+        guide, options = first_guide(self.simulator, self.groups[0].draws, self.own)
         if not guide.num_parameters:
             return _Trained(0.0, guide, self.seen)
         families = {name: rule.family for name, rule in guide._made().learned.items()}
@@ -184,7 +222,7 @@ class _Training(NamedTuple):
     def _flows(self, names: Sequence[str], options: Mapping[str, Any]) -> _Trained:
         """Returns the best of up to three guides by splines; after one that overfits comes one with more restraint."""
         # without a density the latents of simulations do not move, and four splines do best for few of them as well
-        few = self.draws.num < FEW_SIMULATIONS
+        few = self.num < FEW_SIMULATIONS
         moves = not isinstance(self.simulator.model, SimulatorModel)
         make = functools.partial(
             AutoNaMIGuide,
@@ -202,18 +240,24 @@ class _Training(NamedTuple):
             trained.append(self.run(named(make()), rate, decay=7 / (rate * self.steps)))
         return min(trained, key=lambda trained: trained.loss)
 
+    def _arguments_at(self, step: int) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments of a step whose simulations are fresh."""
+        group = self.groups[step % len(self.groups)]
+        return group.args, dict(group.kwargs)
+
     def run(
         self, guide: AutoNaMIGuide, rate: float, share: float = 1.0, decay: float = 0.0
     ) -> _Trained:
         """Returns a guide after training, for a share of the steps."""
         simulator = self.simulator
         steps = max(1, round(share * self.steps))
-        held_out, train = torch.arange(self.draws.num).tensor_split([max(1, self.draws.num // 10)])
+        held_out, train = zip(*map(_split, self.groups))
+        num = sum(group.draws.num for group in train)
         compilation = InferenceCompilation(
             simulator.model,
             guide,
             functools.partial(SOAP, lr=rate, weight_decay=decay),
-            batch_size=functools.partial(_batch_size, num=len(train), steps=steps),
+            batch_size=functools.partial(_batch_size, num=num, steps=steps),
             observed=simulator.observed,
             clip_norm=1.0,
             scheduler=functools.partial(
@@ -227,17 +271,24 @@ class _Training(NamedTuple):
         )
         history = compilation.fit(
             steps,
-            simulator.program.args,
-            simulator.program.kwargs,
-            data=None if self.fresh else self.draws.select(train),
+            self._arguments_at if self.fresh else self.groups[0].args,
+            self.groups[0].kwargs,
+            data=None if self.fresh else list(train),
             refresh=0 if self.fresh else 4,
-            validation=self.draws.select(held_out),
+            validation=list(held_out),
             validate_every=max(1, steps // 50),
             patience=25,
             progress=self.progress,
         )
         loss = dict(history.validation).get(history.best_step or 0, math.inf)
         return _Trained(loss, guide, history)
+
+
+def _split(group: Batch) -> tuple[Batch, Batch]:
+    """Returns the tenth of the simulations that is held out, and the others."""
+    num = group.draws.num
+    held_out, train = torch.arange(num).tensor_split([max(1, num // 10)])
+    return tuple(group._replace(draws=group.draws.select(rows)) for rows in (held_out, train))
 
 
 def _batch_size(step: int, num: int, steps: int) -> int:
