@@ -7,12 +7,13 @@ a density, so that the guide does not overfit them (`latent_moves`). The rate ri
 
 A tenth of the simulations is held out. The guide ends with the latest weights that are as good on these as any
 (`InferenceCompilation.fit`). Training ends when half of the steps brought no gain. If the best weights are of the
-first half of the steps, the guide overfit: a second one is trained at a lower rate with weight decay, and the better
-one is kept.
+first half of the steps, or the guide's intervals hold too few of the held-out latents, the guide overfit: up to two
+more are trained with weight decay, and the best one is kept. If its intervals still hold too few, they are widened.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,11 @@ import torch
 from pyro import poutine
 from torch.optim.lr_scheduler import OneCycleLR
 
+from pyro_nami.amortize.coverage import Coverage, measured, widen
 from pyro_nami.amortize.data_distance import SimulatedData
 from pyro_nami.amortize.first_guide import first_guide, named
 from pyro_nami.amortize.posterior import AmortizedPosterior
-from pyro_nami.amortize.sizes import Arguments, arguments_of
+from pyro_nami.amortize.sizes import Arguments, arguments_of, sizes_of
 from pyro_nami.amortize.soap import SOAP
 from pyro_nami.factors.unconstrained import flow
 from pyro_nami.fit.posterior import learned
@@ -37,7 +39,7 @@ from pyro_nami.inference.scaled_coordinates import site_forms
 from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
 from pyro_nami.inference.site_messages import with_idle_dims
-from pyro_nami.messages import warn
+from pyro_nami.messages import quoted, warn
 from pyro_nami.program.isolation import forked_rng
 
 __all__ = ["amortize"]
@@ -72,9 +74,9 @@ def amortize(
         observed: sites to condition on, beside those that the model observes itself.
         simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
             ``"fresh"``, to draw others in each step, if the model is fast.
-        sizes: plate, or loop -> its smallest and largest size in the simulations, where an integer argument of the model
-            gives it; the guide then answers for all sizes between, see `AmortizedPosterior.at`. By default from a quarter
-            to four times of the size at the arguments given; ``{}`` for this size alone.
+        sizes: plate, or loop -> its smallest and largest size in the simulations, where an integer argument of the
+            model gives it; the guide then answers for all sizes between, see `AmortizedPosterior.at`. By default from a
+            quarter to four times of the size at the arguments given; ``{}`` for this size alone.
         arguments: a function that draws the model's arguments (a tuple, of those without a name), in place of sizes:
             ``lambda: (covariates(int(torch.randint(10, 100, ()))),)``. It is called up to 11 times.
         steps: of a training; by default 20 times the square root of the number of simulations, and 450 below 2,000
@@ -175,13 +177,16 @@ class _Trained(NamedTuple):
     loss: float  # on held-out simulations, in nats
     guide: AutoNaMIGuide
     history: History
+    coverage: Coverage | None = None
 
 
 class _Training(NamedTuple):
     """The simulations and settings of one call of `amortize`, by which up to three guides are trained."""
 
     simulator: Simulator
-    groups: list[Batch]  # the simulations, by the arguments that they were made at; first those of the simulator
+    groups: list[
+        Batch
+    ]  # the simulations, by the arguments that they were made at; first those of the simulator
     seen: History  # of a posterior without training; counts the simulations that are not finite
     own: bool  # whether the simulator made the draws, with the model's prior
     fresh: bool  # whether each step draws simulations of its own
@@ -196,13 +201,31 @@ class _Training(NamedTuple):
     def posterior(self, guide: AutoNaMIGuide | None) -> AmortizedPosterior:
         """Returns the posterior by this guide, or by one that is made for the model."""
         simulator = self.simulator
-        best = self._best() if guide is None else self.run(guide, RATE)
+        best = self._best() if guide is None else self._of_user(guide)
         simulated = None
         if best.history.losses:
             with forked_rng():
                 draws = self.groups[0].draws
                 simulated = SimulatedData(draws.observed, site_forms(simulator))
-        return AmortizedPosterior(*simulator.program[:3], best.guide, best.history, simulated)
+            best = self._checked(best)
+        return AmortizedPosterior(
+            *simulator.program[:3],
+            best.guide,
+            best.history,
+            simulated,
+            coverage=best.coverage,
+            sizes=self._sizes(),
+        )
+
+    def _sizes(self) -> dict[str, tuple[int, int]]:
+        """Returns plate, or loop -> its smallest and largest size in the simulations."""
+        found: dict[str, list[int]] = {}
+        with forked_rng():
+            for group in self.groups:
+                sites = self.simulator.at(*group.args, **group.kwargs).sites()
+                for name, size in sizes_of(sites, self.simulator.loops).items():
+                    found.setdefault(name, []).append(size)
+        return {name: (min(each), max(each)) for name, each in found.items()}
 
     def _best(self) -> _Trained:
         """Returns the best guide that is made for the model; without training if all its latents are exact."""
@@ -213,18 +236,31 @@ class _Training(NamedTuple):
         names = learned(guide)
         plain = [name for name in names if name in families and families[name].locations]
         if plain:
-            return self._flows(plain, options)
+            return self._restrained(self._flows(plain, options), RATE)
+        make = functools.partial(
+            AutoNaMIGuide, self.simulator.model, observed=self.simulator.observed, **options
+        )
         if len(names) > len(families):  # states of a loop, by a recurrent network
-            return self.run(guide, rate=RATE / 10)
+            return self._restrained(make, rate=RATE / 10, first=guide)
         # modes are derived: there is little to learn, and a step takes long
         return self.run(guide, rate=RATE / 20, share=1 / 6)
 
-    def _flows(self, names: Sequence[str], options: Mapping[str, Any]) -> _Trained:
-        """Returns the best of up to three guides by splines; after one that overfits comes one with more restraint."""
+    def _of_user(self, guide: AutoNaMIGuide) -> _Trained:
+        """Returns a user's guide after training; where another one of its kind is best, with the weights of that."""
+        untrained = copy.deepcopy(guide)
+        best = self._restrained(lambda: copy.deepcopy(untrained), RATE, first=guide)
+        if best.guide is not guide:
+            guide.load_state_dict(best.guide.state_dict())
+        return best._replace(guide=guide)
+
+    def _flows(
+        self, names: Sequence[str], options: Mapping[str, Any]
+    ) -> Callable[[], AutoNaMIGuide]:
+        """Returns a function that makes guides with splines for these latents."""
         # without a density the latents of simulations do not move, and four splines do best for few of them as well
         few = self.num < FEW_SIMULATIONS
         moves = not isinstance(self.simulator.model, SimulatorModel)
-        make = functools.partial(
+        return functools.partial(
             AutoNaMIGuide,
             self.simulator.model,
             families=dict.fromkeys(names, flow(8, 2 if few and moves else 4)),
@@ -232,13 +268,54 @@ class _Training(NamedTuple):
             hidden_features=(64, 64),
             **options,
         )
-        trained = [self.run(named(make()), RATE)]
-        for rate in () if self.fresh else (RATE, RATE / 3):
-            if (trained[-1].history.best_step or 0) > self.steps / 2:
+
+    def _restrained(
+        self,
+        make: Callable[[], AutoNaMIGuide],
+        rate: float,
+        first: AutoNaMIGuide | None = None,
+    ) -> _Trained:
+        """Returns the best of up to three guides; after one that overfits comes one with more restraint.
+
+        Args:
+            make: makes a guide that has not been trained.
+            rate: of the first two guides; a third one has a third of it.
+            first: a guide to begin with, which has not been trained either.
+        """
+        trained = [self.run(first or named(make()), rate)]
+        for slower in () if self.fresh else (rate, rate / 3):
+            if not self._overfits(trained[-1]):
                 break
             # at a rate that stays the same, this decay would shrink weights by a factor of exp(-7)
-            trained.append(self.run(named(make()), rate, decay=7 / (rate * self.steps)))
+            decay = 7 / (slower * self.steps)
+            trained.append(self.run(named(make()), slower, decay=decay))
         return min(trained, key=lambda trained: trained.loss)
+
+    def _overfits(self, trained: _Trained) -> bool:
+        """Whether a guide was best in the first half of its steps, or is overconfident at held-out simulations."""
+        if (trained.history.best_step or 0) <= self.steps / 2:
+            return True
+        coverage = measured(self.simulator, trained.guide, self.held_out)
+        return coverage is not None and bool(coverage.overconfident)
+
+    def _checked(self, best: _Trained) -> _Trained:
+        """Returns a trained guide with its coverage of held-out simulations; widened, if that was too low."""
+        coverage = measured(self.simulator, best.guide, self.held_out)
+        if coverage is not None and coverage.overconfident:
+            widened = widen(best.guide, self.held_out)
+            again = measured(self.simulator, best.guide, self.held_out) if widened else None
+            coverage = again._replace(widened=widened) if again else coverage
+            if coverage.overconfident:
+                warn(
+                    f"The guide is overconfident at {quoted(coverage.overconfident)}: {coverage}. Amortize with more "
+                    "simulations."
+                )
+        return best._replace(coverage=coverage)
+
+    @property
+    def held_out(self) -> list[Batch]:
+        """The simulations that are held out, by their arguments."""
+        return [_split(group)[0] for group in self.groups]
 
     def _arguments_at(self, step: int) -> tuple[tuple, dict[str, Any]]:
         """Returns the arguments of a step whose simulations are fresh."""
@@ -251,7 +328,7 @@ class _Training(NamedTuple):
         """Returns a guide after training, for a share of the steps."""
         simulator = self.simulator
         steps = max(1, round(share * self.steps))
-        held_out, train = zip(*map(_split, self.groups))
+        train = [_split(group)[1] for group in self.groups]
         num = sum(group.draws.num for group in train)
         compilation = InferenceCompilation(
             simulator.model,
@@ -273,9 +350,9 @@ class _Training(NamedTuple):
             steps,
             self._arguments_at if self.fresh else self.groups[0].args,
             self.groups[0].kwargs,
-            data=None if self.fresh else list(train),
+            data=None if self.fresh else train,
             refresh=0 if self.fresh else 4,
-            validation=list(held_out),
+            validation=self.held_out,
             validate_every=max(1, steps // 50),
             patience=25,
             progress=self.progress,
@@ -288,7 +365,8 @@ def _split(group: Batch) -> tuple[Batch, Batch]:
     """Returns the tenth of the simulations that is held out, and the others."""
     num = group.draws.num
     held_out, train = torch.arange(num).tensor_split([max(1, num // 10)])
-    return tuple(group._replace(draws=group.draws.select(rows)) for rows in (held_out, train))
+    held_out_draws, train_draws = group.draws.select(held_out), group.draws.select(train)
+    return group._replace(draws=held_out_draws), group._replace(draws=train_draws)
 
 
 def _batch_size(step: int, num: int, steps: int) -> int:

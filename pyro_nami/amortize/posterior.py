@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
 
+from pyro_nami.amortize.coverage import Coverage
 from pyro_nami.amortize.data_distance import ADVICE, SimulatedData
 from pyro_nami.amortize.first_guide import TOLERATED
 from pyro_nami.amortize.improvement import annealed, improved
+from pyro_nami.amortize.sizes import sizes_of
 from pyro_nami.fit.fitting import DEFENSIVE
 from pyro_nami.fit.posterior import Posterior, learned
 from pyro_nami.guide.nami import AutoNaMIGuide
@@ -20,13 +23,15 @@ from pyro_nami.inference.importance import weighted_draws
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, warn_of_bad
-from pyro_nami.messages import warn
+from pyro_nami.messages import quoted, warn
+from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.program import Program
+from pyro_nami.program.runner import Runner
 
 __all__ = ["AmortizedPosterior"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AmortizedPosterior:
     """A guide that was compiled for a model: weighted draws of the posterior given any data.
 
@@ -34,6 +39,9 @@ class AmortizedPosterior:
         model, args, kwargs: as given; a model that is written for one draw is wrapped to take many.
         guide: the trained guide; history: what happened in training.
         simulated: where the data of the simulations are; None where nothing was learned from them.
+        coverage: how often the guide's intervals hold the latents of held-out simulations; None where nothing was
+            learned, or the guide cannot be run for many data sets at once.
+        sizes: plate, or loop -> its smallest and largest size in the simulations.
     """
 
     model: Callable
@@ -42,6 +50,19 @@ class AmortizedPosterior:
     guide: AutoNaMIGuide
     history: History
     simulated: SimulatedData | None = None
+    coverage: Coverage | None = None
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        model = self.model.model if isinstance(self.model, SimulatorModel) else self.model
+        name = getattr(model, "__name__", type(model).__name__)
+        names = learned(self.guide)
+        found = [f"learned {quoted(names)}" if names else "nothing had to be learned"]
+        if self.sizes:
+            found.append(f"simulated with {_told(self.sizes)}")
+        if self.coverage is not None:
+            found.append(str(self.coverage))
+        return f"AmortizedPosterior({name}: {'; '.join(found)})"
 
     def __call__(
         self,
@@ -97,8 +118,31 @@ class AmortizedPosterior:
         return Posterior.of(drawn, target.observing(data)[0])
 
     def at(self, *args: Any, **kwargs: Any) -> AmortizedPosterior:
-        """Returns the posterior of the same model at other arguments: other numbers of rows, covariates or masks."""
+        """Returns the posterior of the same model at other arguments: other numbers of rows, covariates or masks.
+
+        Warns:
+            UserWarning: a plate or loop of a size that the guide has not learned from, where data have no density, so
+                that weights do not tell how far off the guide is.
+        """
+        if isinstance(self.model, SimulatorModel):
+            self._check_sizes(self.model, args, kwargs)
         return replace(self, args=args, kwargs=kwargs, simulated=None)
+
+    def _check_sizes(self, model: SimulatorModel, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Warns of sizes that the guide has not learned from."""
+        with forked_rng(), torch.no_grad(), pyro.validation_enabled(False):
+            sites = Program(model, args, kwargs).run(Runner({}, simulated=True))
+        now = sizes_of(sites, frozenset(name for name in self.sizes if "#" in name))
+        for name, size in now.items():
+            least, most = self.sizes.get(name, (size, size))
+            if not least <= size <= most:
+                low, high = min(least, size), max(most, size)
+                warn(
+                    f"'{name}' is of size {size} here, and the guide has learned from {_told({name: (least, most)})}. "
+                    "Its posteriors are wrong at other sizes, and data without a density give no weights to repair "
+                    f"that. Use amortize(..., sizes={{'{name}': ({low}, {high})}}), if an integer argument of the "
+                    "model gives the size, or else arguments=, a function that draws the model's arguments."
+                )
 
     def _unweighted(
         self, model: SimulatorModel, data: Mapping[str, Any], num_samples: int
@@ -132,3 +176,11 @@ class AmortizedPosterior:
                 text = f"{num} of {len(outside)} data sets lie outside. Of data set {first}: {text}"
             warn(text)
         return outside
+
+
+def _told(sizes: Mapping[str, tuple[int, int]]) -> str:
+    """Returns sizes of plates in words."""
+    return ", ".join(
+        f"{least:,} '{name}'" if least == most else f"{least:,} to {most:,} '{name}'"
+        for name, (least, most) in sizes.items()
+    )

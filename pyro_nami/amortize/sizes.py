@@ -26,8 +26,8 @@ from pyro_nami.program.plate_dims import frames_of
 # Smallest and largest size by default, in sizes at the arguments given. At ten times more, the largest simulations take
 # most of the time.
 LEAST, MOST = 0.25, 4.0
-# Arguments that simulations are made at, so that sizes are 1.3 times the next smaller one. With a third of them, posteriors
-# between two sizes are off; with three times as many, few simulations are left for each.
+# Arguments that simulations are made at, so that sizes are 1.3 times the next smaller one. With a third of them,
+# posteriors between two sizes are off; with three times as many, few simulations are left for each.
 MOST_ARGUMENTS = 12
 # Fewest simulations at the same arguments, about one batch.
 FEWEST_ALIKE = 100
@@ -47,11 +47,11 @@ class Arguments(NamedTuple):
 
     def counts(self) -> dict[int | str, int]:
         """Returns position or name -> value, of arguments that are integers above zero."""
-        slots = [*enumerate(self.args), *self.kwargs.items()]
+        slots: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
         return {
             slot: int(value)
             for slot, value in slots
-            if isinstance(value, Integral) and not isinstance(value, bool) and value > 0
+            if isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
         }
 
 
@@ -135,8 +135,8 @@ def _ranges(
         if moved_by[slot] and all(_moved(simulator, given, slot, n, before) for n in others):
             ranges[slot] = low, high
     for plate, (least, most) in (sizes or {}).items():
-        slot = next((slot for slot, moved in moved_by.items() if plate in moved), None)
-        if slot is None:
+        slots = [slot for slot, moved in moved_by.items() if plate in moved]
+        if not slots:
             raise ValueError(
                 f"Expected sizes of plates that an integer argument of the model gives; got '{plate}', of the plates "
                 f"{quoted(before)}. Pass arguments=, a function that draws the model's arguments."
@@ -145,8 +145,8 @@ def _ranges(
             raise ValueError(
                 f"Expected sizes of '{plate}' as a smallest one, at least 1, and a largest; got {least} and {most}."
             )
-        unit = given.counts()[slot] / before[plate]
-        ranges[slot] = max(1, round(least * unit)), max(1, round(most * unit))
+        unit = given.counts()[slots[0]] / before[plate]
+        ranges[slots[0]] = max(1, round(least * unit)), max(1, round(most * unit))
     return ranges
 
 
