@@ -50,6 +50,8 @@ DEFAULT_SIMULATIONS = 10_000
 # Learning rate of SOAP, of splines; at 0.05 or 0.07 losses are about the same. A recurrent network takes a tenth of it:
 # at the whole rate it is lost.
 RATE = 0.06
+# Draws of the guide that the latents of a simulation may move to after an epoch; with one, fewer of them move.
+REFRESHED = 4
 # Below so many simulations a guide has fewer splines and steps, which takes half the time and loses up to 0.2 nats.
 FEW_SIMULATIONS = 2_000
 
@@ -351,7 +353,7 @@ class _Training(NamedTuple):
             self._arguments_at if self.fresh else self.groups[0].args,
             self.groups[0].kwargs,
             data=None if self.fresh else train,
-            refresh=0 if self.fresh else 4,
+            refresh=0 if self.fresh else REFRESHED,
             validation=self.held_out,
             validate_every=max(1, steps // 50),
             patience=25,

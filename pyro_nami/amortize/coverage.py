@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.ranks import guide_draws, ranks_among
-from pyro_nami.inference.simulate import Batch, Simulator
+from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.inference.target import Target
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.memory import rows_in_memory
@@ -44,31 +44,40 @@ class Coverage(NamedTuple):
         shares: latent -> share of its elements within the intervals; ``"all together"`` -> share of simulations within
             the guide's regions of highest density.
         num: simulations.
+        by_size: of simulations at several sizes of plates, the sizes of the smallest, middle and largest third -> the
+            share of these within regions of highest density.
         widened: latent -> the factor by which its noise was widened after training, where it was.
         level: probability of the intervals.
     """
 
     shares: Mapping[str, float]
     num: int
+    by_size: Mapping[str, float] = {}
     widened: Mapping[str, float] = {}
     level: float = LEVEL
 
     @property
     def overconfident(self) -> list[str]:
-        """The latents whose shares are too low for chance; the lowest first."""
-        error = math.sqrt(self.level * (1 - self.level) / self.num)
-        least = self.level - ERRORS * error - SLACK
-        return [
-            name
-            for name in sorted(self.shares, key=self.shares.__getitem__)
-            if self.shares[name] < least
+        """The latents, and the sizes, whose shares are too low for chance; the lowest first."""
+        parts = max(1, len(self.by_size))
+        low = [name for name, share in self.shares.items() if share < self._least(self.num)]
+        low += [
+            name for name, share in self.by_size.items() if share < self._least(self.num / parts)
         ]
+        return sorted(low, key={**self.shares, **self.by_size}.__getitem__)
+
+    def _least(self, num: float) -> float:
+        """Returns the least share of so many simulations that chance explains."""
+        return self.level - ERRORS * math.sqrt(self.level * (1 - self.level) / num) - SLACK
 
     def __str__(self) -> str:
         shares = ", ".join(
             f"{share:.0%} of '{name}'" for name, share in list(self.shares.items())[:6]
         )
         text = f"{self.level:.0%} intervals hold {shares}, of {self.num:,} held-out simulations"
+        if self.by_size:
+            sizes = ", ".join(f"{share:.0%} at {name}" for name, share in self.by_size.items())
+            text += f"; all together {sizes}"
         if self.widened:
             factors = ", ".join(f"'{name}' by {scale:.2f}" for name, scale in self.widened.items())
             text += f"; widened after training: {factors}"
@@ -99,8 +108,26 @@ def measured(
             raise
         except (RuntimeError, ValueError, NotImplementedError):
             return None
-    shares = {name: float(torch.cat(parts).double().mean()) for name, parts in found.items()}
-    return Coverage(shares, sum(batch.draws.num for batch in looked_at))
+    shares = {name: _mean(parts) for name, parts in found.items()}
+    sizes = [_data_size(batch.draws) for batch in looked_at]
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    parts = [order[i * len(order) // 3 : (i + 1) * len(order) // 3] for i in range(3)]
+    by_size = {
+        f"{sizes[rows[0]]} to {sizes[rows[-1]]} numbers of data": _mean(
+            [found[TOGETHER][i] for i in rows]
+        )
+        for rows in (parts if len(set(sizes)) >= 3 else ())
+    }
+    return Coverage(shares, sum(batch.draws.num for batch in looked_at), by_size)
+
+
+def _mean(parts: Sequence[Tensor]) -> float:
+    return float(torch.cat([*parts]).double().mean())
+
+
+def _data_size(draws: JointDraws) -> int:
+    """Returns how many numbers the data of a simulation are."""
+    return sum(value[0].numel() for value in draws.observed.values())
 
 
 def _spread(held_out: Sequence[Batch], most: int) -> list[Batch]:
