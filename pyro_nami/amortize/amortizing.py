@@ -332,6 +332,7 @@ class _Training(NamedTuple):
         steps = max(1, round(share * self.steps))
         train = [_split(group)[1] for group in self.groups]
         num = sum(group.draws.num for group in train)
+        validations = 50 if len(train) == 1 else 20  # each takes a pass for each of the arguments
         compilation = InferenceCompilation(
             simulator.model,
             guide,
@@ -355,8 +356,8 @@ class _Training(NamedTuple):
             data=None if self.fresh else train,
             refresh=0 if self.fresh else REFRESHED,
             validation=self.held_out,
-            validate_every=max(1, steps // 50),
-            patience=25,
+            validate_every=max(1, steps // validations),
+            patience=validations // 2,
             progress=self.progress,
         )
         loss = dict(history.validation).get(history.best_step or 0, math.inf)
