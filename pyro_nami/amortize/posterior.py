@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from pyro_nami.amortize.coverage import Coverage
 from pyro_nami.amortize.data_distance import ADVICE, SimulatedData
 from pyro_nami.amortize.first_guide import TOLERATED
-from pyro_nami.amortize.improvement import annealed, improved
+from pyro_nami.amortize.improvement import Budget, annealed, improved
 from pyro_nami.amortize.sizes import sizes_of
 from pyro_nami.fit.fitting import DEFENSIVE
 from pyro_nami.fit.posterior import Posterior, learned
@@ -22,13 +23,16 @@ from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import weighted_draws
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.target import Target
-from pyro_nami.inference.weighted_samples import K_MAX, Pool, warn_of_bad
+from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples, warn_of_bad
 from pyro_nami.messages import quoted, warn
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
 __all__ = ["AmortizedPosterior"]
+
+# Seconds of a data set for better draws, about as long as users wait before they ask what is going on.
+SECONDS = 60.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,6 +75,7 @@ class AmortizedPosterior:
         *,
         num_temperatures: int | None = None,
         defensive: float | None = None,
+        seconds: float = SECONDS,
         progress: bool = True,
     ) -> Posterior:
         """Returns the posterior given data: draws with importance weights, and a verdict on them.
@@ -87,13 +92,16 @@ class AmortizedPosterior:
                 from 4, 16, 64 or 256 times as many; from fewer if a draw takes long. If fewer of these are effective
                 than are asked for, they are annealed, if the model can be.
             defensive: another share of the prior's draws; 0 for the guide's alone.
+            seconds: budget of each data set for better draws by default. Draws that are expected to take longer are
+                left out; the verdict is on those that were reached.
             progress: whether to show a progress bar where this takes more than a second.
 
         Raises:
             ValueError: data that are not finite, where they have no known density; as `importance_sample` does.
 
         Warns:
-            UserWarning: data further out than all simulations that the guide was trained on; k-hat above 0.7.
+            UserWarning: data further out than all simulations that the guide was trained on; k-hat above 0.7; draws
+                that are still bad where the budget of seconds ended.
         """
         if isinstance(self.model, SimulatorModel):
             return self._unweighted(self.model, data, num_samples)
@@ -103,12 +111,19 @@ class AmortizedPosterior:
             Program(self.model, self.args, self.kwargs), self.guide, prior_share=defensive
         )
         if num_temperatures in (None, 2):
+            start = time.monotonic()
             drawn = weighted_draws(target, data, num_samples)
+            pace = (time.monotonic() - start) / drawn.log_weights.numel()
             outside = self._outside(data)
-            few = drawn.effective_sample_size < num_samples / 3
-            bad = few | ~(drawn.pareto_k <= K_MAX)
+            bad = _are_bad(drawn)
             if num_temperatures is None and bad.any():
-                drawn = improved(target, data, drawn, bad, outside, progress)
+                budget = Budget(seconds * int(bad.sum()), pace)
+                drawn = improved(target, data, drawn, bad, outside, progress, budget)
+                if budget.refused and _are_bad(drawn).any():
+                    warn(
+                        f"Draws were not improved further than seconds={seconds:g} for a data set allow. Their verdict "
+                        "says what was reached; more seconds may reach more."
+                    )
         else:
             drawn = annealed(
                 target, data, num_samples, num_temperatures=num_temperatures, progress=progress
@@ -176,6 +191,12 @@ class AmortizedPosterior:
                 text = f"{num} of {len(outside)} data sets lie outside. Of data set {first}: {text}"
             warn(text)
         return outside
+
+
+def _are_bad(drawn: WeightedSamples) -> Tensor:
+    """Returns for which data sets too few draws are effective, or weights have a tail that is too heavy."""
+    few = drawn.effective_sample_size < drawn.num_samples / 3
+    return few | ~(drawn.pareto_k <= K_MAX)
 
 
 def _told(sizes: Mapping[str, tuple[int, int]]) -> str:

@@ -89,6 +89,30 @@ def test_where_weights_are_bad_draws_are_carried_to_the_posterior():
     assert drawn.samples["z"].eq(9).all()
 
 
+def test_draws_stop_where_their_seconds_end():
+    """A guide that is off: without seconds its draws are returned as they are, with a warning and their verdict."""
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 0.1))
+
+    class Wide:
+        rules: dict = {}
+
+        def __call__(self, observations):
+            pyro.sample("z", dist.Normal(observations["x"], 5.0))
+
+    posterior = AmortizedPosterior(model, (), {}, Wide(), History())
+    x = torch.tensor(0.5)
+    with pytest.warns(UserWarning, match="not improved further than seconds=0 for a data set"):
+        stopped = posterior({"x": x}, seconds=0)
+    pyro.set_rng_seed(0)
+    assert stopped.effective_sample_size < 200
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert posterior({"x": x}).effective_sample_size > 500
+
+
 def test_data_sets_with_good_weights_are_left_alone():
     def model():
         with pyro.plate("rows", 2):
