@@ -34,8 +34,8 @@ from pyro_nami.program.memory import rows_in_memory
 # Tensor elements that are computed for the draws of one data set, which take some 20 seconds of one core. At ten times
 # more, a call takes minutes; at ten times less, few draws are effective where a draw takes long.
 MAX_WORK = 2**34
-# Seconds that annealing is expected to take, in those of as many weighted draws of the guide: some 30 temperatures of 5
-# leapfrog steps each, less what a first call takes once. At ten times less, a call may take ten times its budget; at ten
+# Seconds that annealing is expected to take, in those of as many weighted draws of the guide: some 30 temperatures of
+# 5 leapfrog steps, less what a first call takes once. At ten times less, a call may take ten times its budget; at ten
 # times more, a first call that took a second leaves it out.
 ANNEALING = 50.0
 
