@@ -8,7 +8,7 @@ a density, so that the guide does not overfit them (`latent_moves`). The rate ri
 A tenth of the simulations is held out. The guide ends with the latest weights that are as good on these as any
 (`InferenceCompilation.fit`). Training ends when half of the steps brought no gain. If the best weights are of the
 first half of the steps, or the guide's intervals hold too few of the held-out latents, the guide overfit: up to two
-more are trained with weight decay, and the best one is kept. If its intervals still hold too few, they are widened.
+more are trained with weight decay, and the best one is kept. Where it is too narrow, it is widened in the end.
 """
 
 from __future__ import annotations
@@ -301,12 +301,11 @@ class _Training(NamedTuple):
         return coverage is not None and bool(coverage.overconfident)
 
     def _checked(self, best: _Trained) -> _Trained:
-        """Returns a trained guide with its coverage of held-out simulations; widened, if that was too low."""
+        """Returns a trained guide, widened where it is too narrow, with its coverage of held-out simulations."""
+        widened = widen(best.guide, self.held_out)
         coverage = measured(self.simulator, best.guide, self.held_out)
-        if coverage is not None and coverage.overconfident:
-            widened = widen(best.guide, self.held_out)
-            again = measured(self.simulator, best.guide, self.held_out) if widened else None
-            coverage = again._replace(widened=widened) if again else coverage
+        if coverage is not None:
+            coverage = coverage._replace(widened=widened)
             if coverage.overconfident:
                 warn(
                     f"The guide is overconfident at {quoted(coverage.overconfident)}: {coverage}. Amortize with more "
@@ -332,7 +331,6 @@ class _Training(NamedTuple):
         steps = max(1, round(share * self.steps))
         train = [_split(group)[1] for group in self.groups]
         num = sum(group.draws.num for group in train)
-        validations = 50 if len(train) == 1 else 20  # each takes a pass for each of the arguments
         compilation = InferenceCompilation(
             simulator.model,
             guide,
@@ -356,8 +354,8 @@ class _Training(NamedTuple):
             data=None if self.fresh else train,
             refresh=0 if self.fresh else REFRESHED,
             validation=self.held_out,
-            validate_every=max(1, steps // validations),
-            patience=validations // 2,
+            validate_every=max(1, steps // 50),
+            patience=25,
             progress=self.progress,
         )
         loss = dict(history.validation).get(history.best_step or 0, math.inf)

@@ -172,7 +172,7 @@ def widen(guide: AutoNaMIGuide, held_out: Sequence[Batch]) -> dict[str, float]:
     ``n log s + |e|^2 / (2 s^2)``. Its values at s of 1 and 2 give ``|e|^2``, which is a chi-squared variable times s^2.
 
     Returns:
-        Latent -> its standard deviation, where that is above one.
+        Latent -> its standard deviation, where that is above one by more than its standard error, ``num ** -0.5``.
     """
     widened = {}
     before = _log_densities(guide, held_out)
@@ -185,9 +185,10 @@ def widen(guide: AutoNaMIGuide, held_out: Sequence[Batch]) -> dict[str, float]:
         values = [family.layout.elements(batch.draws.latents[name]) for batch in held_out]
         num = torch.cat([gained.new_full((len(each),), each[0].numel()) for each in values])
         square = (gained + num * math.log(2.0)) * 8 / 3
-        scale = math.sqrt(max(1.0, float((square / _chi_squared(num)).quantile(LEVEL))))
-        family.noise_scale = scale
-        if scale > 1:
+        scale = math.sqrt(max(0.0, float((square / _chi_squared(num)).quantile(LEVEL))))
+        is_narrow = scale > 1 + len(square) ** -0.5
+        family.noise_scale = scale if is_narrow else 1.0
+        if is_narrow:
             widened[name] = scale
     return widened
 

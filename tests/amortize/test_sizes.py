@@ -38,7 +38,7 @@ def simulator_of(model, *args):
 @pytest.fixture(scope="module")
 def posterior():
     pyro.set_rng_seed(0)
-    return amortize(rows, 16, observed=["y"], simulations=1200, steps=160, progress=False)
+    return amortize(rows, 16, observed=["y"], simulations=5000, steps=250, progress=False)
 
 
 def nats_above_exact(posterior, num):
