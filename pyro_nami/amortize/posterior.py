@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
 
+from pyro_nami.amortize.coverage import Coverage
 from pyro_nami.amortize.data_distance import ADVICE, SimulatedData
 from pyro_nami.amortize.first_guide import TOLERATED
-from pyro_nami.amortize.improvement import annealed, improved
+from pyro_nami.amortize.improvement import Budget, annealed, improved
+from pyro_nami.amortize.sizes import sizes_of
 from pyro_nami.amortize.within_priors import within_priors
 from pyro_nami.fit.fitting import DEFENSIVE
 from pyro_nami.fit.posterior import Posterior, learned
@@ -21,14 +25,19 @@ from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import as_data, weighted_draws
 from pyro_nami.inference.simulator_model import SimulatorModel, as_floating
 from pyro_nami.inference.target import Target
-from pyro_nami.inference.weighted_samples import K_MAX, Pool, warn_of_bad
-from pyro_nami.messages import warn
+from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples, warn_of_bad
+from pyro_nami.messages import quoted, warn
+from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.program import Program
+from pyro_nami.program.runner import Runner
 
 __all__ = ["AmortizedPosterior"]
 
+# Seconds of a data set for better draws, about as long as users wait before they ask what is going on.
+SECONDS = 60.0
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class AmortizedPosterior:
     """A guide that was compiled for a model: weighted draws of the posterior given any data.
 
@@ -36,6 +45,9 @@ class AmortizedPosterior:
         model, args, kwargs: as given; a model that is written for one draw is wrapped to take many.
         guide: the trained guide; history: what happened in training.
         simulated: where the data of the simulations are; None where nothing was learned from them.
+        coverage: how often the guide's intervals hold the latents of held-out simulations; None where nothing was
+            learned, or the guide cannot be run for many data sets at once.
+        sizes: plate, or loop -> its smallest and largest size in the simulations.
         more: from further simulations to the posterior by all of them; see `append`.
     """
 
@@ -45,7 +57,20 @@ class AmortizedPosterior:
     guide: AutoNaMIGuide
     history: History
     simulated: SimulatedData | None = None
+    coverage: Coverage | None = None
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     more: Callable[[Any], AmortizedPosterior] | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        model = self.model.model if isinstance(self.model, SimulatorModel) else self.model
+        name = getattr(model, "__name__", type(model).__name__)
+        names = learned(self.guide)
+        found = [f"learned {quoted(names)}" if names else "nothing had to be learned"]
+        if self.sizes:
+            found.append(f"simulated with {_told(self.sizes)}")
+        if self.coverage is not None:
+            found.append(str(self.coverage))
+        return f"AmortizedPosterior({name}: {'; '.join(found)})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what is pickled.
@@ -69,6 +94,7 @@ class AmortizedPosterior:
         *,
         num_temperatures: int | None = None,
         defensive: float | None = None,
+        seconds: float = SECONDS,
         progress: bool = True,
     ) -> Posterior:
         """Returns the posterior given data: draws with importance weights, and a verdict on them.
@@ -85,13 +111,16 @@ class AmortizedPosterior:
                 from 4, 16, 64 or 256 times as many; from fewer if a draw takes long. If fewer of these are effective
                 than are asked for, they are annealed, if the model can be.
             defensive: another share of the prior's draws; 0 for the guide's alone.
+            seconds: budget of each data set for better draws by default. Draws that are expected to take longer are
+                left out; the verdict is on those that were reached.
             progress: whether to show a progress bar where this takes more than a second.
 
         Raises:
             ValueError: data that are not finite, where they have no known density; as `importance_sample` does.
 
         Warns:
-            UserWarning: data further out than all simulations that the guide was trained on; k-hat above 0.7.
+            UserWarning: data further out than all simulations that the guide was trained on; k-hat above 0.7; draws
+                that are still bad where the budget of seconds ended.
         """
         if isinstance(self.model, SimulatorModel):
             return self._unweighted(self.model, data, num_samples)
@@ -101,12 +130,19 @@ class AmortizedPosterior:
             Program(self.model, self.args, self.kwargs), self.guide, prior_share=defensive
         )
         if num_temperatures in (None, 2):
+            start = time.monotonic()
             drawn = weighted_draws(target, data, num_samples)
+            pace = (time.monotonic() - start) / drawn.log_weights.numel()
             outside = self._outside(data)
-            few = drawn.effective_sample_size < num_samples / 3
-            bad = few | ~(drawn.pareto_k <= K_MAX)
+            bad = _are_bad(drawn)
             if num_temperatures is None and bad.any():
-                drawn = improved(target, data, drawn, bad, outside, progress)
+                budget = Budget(seconds * int(bad.sum()), pace)
+                drawn = improved(target, data, drawn, bad, outside, progress, budget)
+                if budget.refused and _are_bad(drawn).any():
+                    warn(
+                        f"Draws were not improved further than seconds={seconds:g} for a data set allow. Their verdict "
+                        "says what was reached; more seconds may reach more."
+                    )
         else:
             drawn = annealed(
                 target, data, num_samples, num_temperatures=num_temperatures, progress=progress
@@ -116,7 +152,14 @@ class AmortizedPosterior:
         return Posterior.of(drawn, target.observing(data)[0])
 
     def at(self, *args: Any, **kwargs: Any) -> AmortizedPosterior:
-        """Returns the posterior of the same model at other arguments: other numbers of rows, covariates or masks."""
+        """Returns the posterior of the same model at other arguments: other numbers of rows, covariates or masks.
+
+        Warns:
+            UserWarning: a plate or loop of a size that the guide has not learned from, where data have no density, so
+                that weights do not tell how far off the guide is.
+        """
+        if isinstance(self.model, SimulatorModel):
+            self._check_sizes(self.model, args, kwargs)
         return replace(self, args=args, kwargs=kwargs, simulated=None, more=None)
 
     def append(self, simulations: Any) -> AmortizedPosterior:
@@ -133,6 +176,22 @@ class AmortizedPosterior:
                 "Expected a posterior as `amortize` returned it, which has its simulations; got one at other arguments."
             )
         return self.more(simulations)
+
+    def _check_sizes(self, model: SimulatorModel, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Warns of sizes that the guide has not learned from."""
+        with forked_rng(), torch.no_grad(), pyro.validation_enabled(False):
+            sites = Program(model, args, kwargs).run(Runner({}, simulated=True))
+        now = sizes_of(sites, frozenset(name for name in self.sizes if "#" in name))
+        for name, size in now.items():
+            least, most = self.sizes.get(name, (size, size))
+            if not least <= size <= most:
+                low, high = min(least, size), max(most, size)
+                warn(
+                    f"'{name}' is of size {size} here, and the guide has learned from {_told({name: (least, most)})}. "
+                    "Its posteriors are wrong at other sizes, and data without a density give no weights to repair "
+                    f"that. Use amortize(..., sizes={{'{name}': ({low}, {high})}}), if an integer argument of the "
+                    "model gives the size, or else arguments=, a function that draws the model's arguments."
+                )
 
     def _unweighted(
         self, model: SimulatorModel, data: Mapping[str, Any], num_samples: int
@@ -171,3 +230,17 @@ class AmortizedPosterior:
                 text = f"{num} of {len(outside)} data sets lie outside. Of data set {first}: {text}"
             warn(text)
         return outside
+
+
+def _are_bad(drawn: WeightedSamples) -> Tensor:
+    """Returns for which data sets too few draws are effective, or weights have a tail that is too heavy."""
+    few = drawn.effective_sample_size < drawn.num_samples / 3
+    return few | ~(drawn.pareto_k <= K_MAX)
+
+
+def _told(sizes: Mapping[str, tuple[int, int]]) -> str:
+    """Returns sizes of plates in words."""
+    return ", ".join(
+        f"{least:,} '{name}'" if least == most else f"{least:,} to {most:,} '{name}'"
+        for name, (least, most) in sizes.items()
+    )

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from pyro import poutine
 
+from pyro_nami.amortize.sizes import arguments_of
 from pyro_nami.fit.fitting import Interrupted
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.history import History
-from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulate import Batch, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
 from pyro_nami.inference.site_messages import with_idle_dims
 from pyro_nami.inference.workers import PartOfDraws, drawn
@@ -24,6 +25,7 @@ __all__ = [
     "DEFAULT_SIMULATIONS",
     "Chosen",
     "Simulations",
+    "as_given",
     "check_given",
     "check_options",
     "interrupted",
@@ -51,14 +53,21 @@ class Chosen(NamedTuple):
     embeddings: Mapping[str, Any] | None
     options: Mapping[str, Any]
     num_workers: int
+    sizes: Mapping[str, tuple[int, int]] | None
+    arguments: Callable[[], tuple] | None
 
 
 class Simulations(NamedTuple):
     """Simulations to learn from."""
 
-    draws: JointDraws
+    groups: list[Batch]  # by the arguments that they were made at
     seen: History  # counts those that are not finite
     own: bool  # whether the simulator made the draws, with the model's prior
+
+    @property
+    def num(self) -> int:
+        """The number of simulations."""
+        return sum(group.draws.num for group in self.groups)
 
     def joined(self, more: Simulations) -> Simulations:
         """Returns these simulations, and others behind them."""
@@ -68,7 +77,22 @@ class Simulations(NamedTuple):
             skipped=self.seen.skipped + more.seen.skipped,
             non_finite=self.seen.non_finite + more.seen.non_finite,
         )
-        return Simulations(self.draws.joined([more.draws]), seen, self.own and more.own)
+        groups = [*self.groups]
+        for group in more.groups:
+            place = next((i for i, each in enumerate(groups) if _are_alike(each, group)), None)
+            if place is None:
+                groups.append(group)
+            else:
+                draws = groups[place].draws.joined([group.draws])
+                groups[place] = groups[place]._replace(draws=draws)
+        return Simulations(groups, seen, self.own and more.own)
+
+
+def _are_alike(one: Batch, other: Batch) -> bool:
+    """Whether simulations were made at the same arguments: the same objects, or equal sizes."""
+    pairs = [*zip(one.args, other.args)]
+    pairs += [(value, other.kwargs.get(name)) for name, value in one.kwargs.items()]
+    return all(a is b or isinstance(a, int) and isinstance(b, int) and a == b for a, b in pairs)
 
 
 def check_given(simulations: Any, args: tuple) -> None:
@@ -158,30 +182,60 @@ def simulated(
             f"Expected num_workers with a number of simulations, for workers to draw; got simulations that are {kind}."
         )
     if own:
-        try:
-            given = drawn(source, simulations, chosen.num_workers, chosen.progress)
-        except PartOfDraws as error:
-            raise interrupted(error.draws) from error
+        groups = _drawn(source, simulations, chosen)
+    elif chosen.sizes or chosen.arguments:
+        raise ValueError("Expected a number of simulations with sizes or arguments; got values.")
     else:
-        given = as_draws(simulations, source)
-        for name, value in {**given.latents, **given.observed}.items():
-            # raises for a value of a wrong shape
-            with_idle_dims(value, source.single[name], source.nesting, 1)
+        groups = _given(source, simulations)
     seen = History()
     # Real data are finite, and no simulation with finite data is left out, so that their posterior stays what it is.
-    draws = seen.finite(given, most=1.0)
-    if draws.num < least:
+    groups = [group._replace(draws=seen.finite(group.draws, most=1.0)) for group in groups]
+    found = Simulations([group for group in groups if group.draws.num >= min(least, 2)], seen, own)
+    if found.num < least:
         why = f", as {seen.shortfall()}" if seen.skipped else ""
         raise ValueError(
-            f"Expected at least {least} simulations to learn from; got {draws.num}{why}."
+            f"Expected at least {least} simulations to learn from; got {found.num}{why}."
         )
     if seen.skipped:
         warn(f"{seen.shortfall()}; they were left out.")
-    return Simulations(draws, seen, own)
+    return found
 
 
-def interrupted(draws: JointDraws | None) -> Interrupted:
+def _drawn(source: Simulator, num: int, chosen: Chosen) -> list[Batch]:
+    """Returns simulations at each of several arguments, as many at each."""
+    places = arguments_of(source, num, chosen.sizes, chosen.arguments)
+    groups: list[Batch] = []
+    for i, (args, kwargs) in enumerate(places):
+        count = num // len(places) + (i < num % len(places))
+        here = source.at(*args, **kwargs)
+        try:
+            groups.append(here.batch(drawn(here, count, chosen.num_workers, chosen.progress)))
+        except PartOfDraws as error:
+            part = [] if error.draws is None else [here.batch(error.draws)]
+            raise interrupted([*groups, *part]) from error
+    return groups
+
+
+def _given(source: Simulator, simulations: Any) -> list[Batch]:
+    """Returns simulations that a user has given, after a check."""
+    if isinstance(simulations, list) and all(isinstance(each, Batch) for each in simulations):
+        return simulations
+    given = as_draws(simulations, source)
+    for name, value in {**given.latents, **given.observed}.items():
+        # raises for a value of a wrong shape
+        with_idle_dims(value, source.single[name], source.nesting, 1)
+    return [source.batch(given)]
+
+
+def as_given(groups: Sequence[Batch]) -> Any:
+    """Returns simulations in the form that `amortize` takes again; None if there are none."""
+    if len(groups) > 1:
+        return [*groups]
+    return groups[0].draws if groups else None
+
+
+def interrupted(groups: Sequence[Batch]) -> Interrupted:
     """Returns the error of Ctrl-C, with the simulations that were drawn by then."""
     error = Interrupted("amortize was interrupted; see `simulations` for those that it had.")
-    error.simulations = draws
+    error.simulations = as_given(groups)
     return error

@@ -30,10 +30,11 @@ from pyro_nami.checking.rank_tests import (
 )
 from pyro_nami.checking.simulations import finite_draws, guide_and_arguments, seeded
 from pyro_nami.inference.observations import observed_names
+from pyro_nami.inference.ranks import guide_draws, ranks_among
 from pyro_nami.inference.scaled_coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import with_drawn_data
-from pyro_nami.inference.site_messages import Sites, Values, joined
+from pyro_nami.inference.site_messages import Values, joined
 from pyro_nami.inference.target import Extent, Target, bind, in_one_line
 from pyro_nami.messages import aligned, check_counts, quoted
 from pyro_nami.program.runner import Runner, takes_observations
@@ -274,10 +275,10 @@ def _ranks_of_all(
             part = truth.select(rows)
             extent = target.extent(num_draws, slice(0, part.num))._replace(data=part.observed)
             if posterior is None:
-                draws = _guide_draws(target.run_guide(extent, Runner({})), num_draws, part)
+                draws = guide_draws(target.run_guide(extent, Runner({})), num_draws, part)
             else:
                 draws = _posterior_draws(posterior, num_draws, part)
-            ranks = {name: _ranks(draws[name], part.latents[name], name) for name in draws}
+            ranks = {name: ranks_among(draws[name], part.latents[name], name) for name in draws}
             if len(draws) == len(part.latents):
                 ranks |= _joint_ranks(target, extent, draws, part, coordinates, points[rows])
             parts.append(ranks)
@@ -316,11 +317,11 @@ def _joint_ranks(
     """Returns the ranks of all latents together, on some data sets, by TARP and, if it has one, the guide's density."""
     drawn = (coordinates(draws, 2) - points).square().sum(-1)
     true = (coordinates(truth.latents) - points).square().sum(-1)
-    ranks = {JOINT_TARP: _ranks(drawn, true, JOINT_TARP)}
+    ranks = {JOINT_TARP: ranks_among(drawn, true, JOINT_TARP)}
     if hasattr(target.guide, "log_prob"):
         drawn = -target.guide_log_prob(extent, draws)
         true = -target.guide_log_prob(extent, truth.latents)
-        ranks[JOINT_DENSITY] = _ranks(drawn, true, JOINT_DENSITY)
+        ranks[JOINT_DENSITY] = ranks_among(drawn, true, JOINT_DENSITY)
     return ranks
 
 
@@ -341,37 +342,6 @@ def _posterior_draws(posterior: AmortizedPosterior, num_draws: int, truth: Joint
     return {
         name: drawn[name].reshape(num_draws, *true.shape) for name, true in truth.latents.items()
     }
-
-
-def _guide_draws(sites: Sites, num_draws: int, truth: JointDraws) -> Values:
-    """Returns draws of the latents that the guide has, ``(num_draws, data sets, *plates, *event)``."""
-    draws = {}
-    for name, true in truth.latents.items():
-        if name in sites:
-            value, shape = sites[name]["value"], (num_draws, *true.shape)
-            try:
-                draws[name] = value.expand(shape)
-            except RuntimeError:
-                raise ValueError(
-                    f"Expected draws of '{name}' of shape {shape} from the guide, under plates for draws and data sets "
-                    f"in front of the model's own; got {tuple(value.shape)}."
-                ) from None
-    if not draws:
-        raise ValueError(
-            f"Expected a guide that draws latents of the model, {list(truth.latents)}; it has none of them."
-        )
-    return draws
-
-
-def _ranks(draws: Tensor, truth: Tensor, name: str) -> Tensor:
-    """Returns the number of draws ``(num_draws, *shape)`` below the true values ``shape``, ties broken at random."""
-    if draws.isnan().any() or truth.isnan().any():
-        raise ValueError(
-            f"Expected draws and densities without NaN from the guide; got some at '{name}'."
-        )
-    ties = (draws == truth).sum(0)
-    chance = torch.rand(ties.shape, device=ties.device, dtype=torch.float64)
-    return (draws < truth).sum(0) + (chance * (ties + 1)).long()
 
 
 def _reference_points(data: Values, forms: Mapping[str, SiteForm], latents: Tensor) -> Tensor:

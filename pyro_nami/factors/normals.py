@@ -24,6 +24,7 @@ __all__ = [
     "MixtureElements",
     "NormalElements",
     "SinhArcsinh",
+    "Widened",
 ]
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -44,6 +45,18 @@ class LinearMap(NamedTuple):
         rows = bent.reshape(-1, bent.shape[-1]).mT
         solved = torch.linalg.solve_triangular(self.matrix, rows, upper=False, unitriangular=True)
         return solved.mT.reshape(bent.shape), torch.zeros_like(bent)
+
+
+class Widened(NamedTuple):
+    """s e: noise of a larger standard deviation s than 1, where a factor is known to be too narrow."""
+
+    scale: float
+
+    def bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return self.scale * noise, torch.full_like(noise, math.log(self.scale))
+
+    def straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
+        return bent / self.scale, torch.full_like(bent, math.log(self.scale))
 
 
 class Coupling(NamedTuple):
@@ -84,6 +97,7 @@ class NormalElements(Elements):
         evidence: ``(*batch, E, 2)``, a precision and a precision-weighted mean that add to those of the parameters.
         anchor: ``(*batch, E, 2)``, the prior's location and scale.
         coupling: of the elements.
+        noise_scale: standard deviation of e, in place of 1; see `Widened`.
         bend: makes b of its parameters ``(*batch, E, n)``: `knots.NeuralSpline`, or `SinhArcsinh`.
 
     Example:
@@ -106,8 +120,11 @@ class NormalElements(Elements):
         anchor: Tensor | None = None,
         coupling: Coupling | None = None,
         bend: Callable[[Tensor], Any] | None = None,
+        noise_scale: float = 1.0,
     ) -> None:
-        self._maps: list[Any] = [] if coupling is None else [coupling]
+        self._maps: list[Any] = [] if noise_scale == 1.0 else [Widened(noise_scale)]
+        if coupling is not None:
+            self._maps.append(coupling)
         if bend is not None:
             self._maps.append(bend(params[..., 2:]))
             params = params[..., :2]

@@ -65,6 +65,9 @@ MOST_NUMBERS = 200
 # Numbers whose mode, and a bent Normal about it, some 40 runs find: few enough where a run is long, and where each
 # point takes many runs, as others have modes of their own. More numbers take more of these runs.
 FEW_NUMBERS = 12
+# Numbers of data from which one or two latents alone have a grid, at a second or less for each data set. At ten times
+# less, networks are as good, and take no time at new data; at ten times more, they are off by a nat.
+MANY_DATA = 100
 # Nats by which the log density of a grid may be off, where a search for a mode fails, as at a time of change, or where
 # data are so large beside their noise that single precision tells no better. Networks are off by dozens there, so ten
 # times more would leave little of what a grid gains.
@@ -128,8 +131,17 @@ def _is_free(first: FirstCall, name: str) -> bool:
 
 
 def _fits_grid(first: FirstCall, rest: Sequence[str], groups: Collection[ConjugateGroup]) -> bool:
-    """Whether a grid for the first latents is small, and all others are exact given them."""
-    if not groups or len(rest) > MOST_ON_GRID or not all(group.is_exact for group in groups):
+    """Whether a grid for the first latents is small, and all others are exact given them, if there are others.
+
+    Guides for any data have a grid without others, too, where data are many: networks would be off by a nat.
+    """
+    numbers = sum(math.prod(first.nodes[name]["fn"].shape()) for name in first.data)
+    is_alone = first.options.simulated and numbers >= MANY_DATA
+    if (
+        not (groups or is_alone)
+        or len(rest) > MOST_ON_GRID
+        or not all(group.is_exact for group in groups)
+    ):
         return False
     if first.options.simulated and any(group.is_tabulated for group in groups):
         return False  # grids of grids take seconds for one data set

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from pyro_nami.inference.observations import as_tensor
@@ -18,7 +19,7 @@ from pyro_nami.program.isolation import forked_rng, seed_rng
 
 __all__ = ["ArgumentsAt", "Simulations", "are_all", "as_draws", "batches_of"]
 
-Renew = Callable[[JointDraws], JointDraws]
+Renew = Callable[[list[Batch]], list[Batch]]
 ArgumentsAt = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
 
 
@@ -50,8 +51,14 @@ class Simulations(NamedTuple):
             yield self.fresh(step, min(size, num - done))
 
     def given(self, values: Any, step: int) -> Batch:
-        """Returns the batch of a step from values made before; see `as_draws`."""
+        """Returns the batch of a step from values made before; see `as_draws`. A `Batch` has arguments of its own."""
+        if isinstance(values, Batch):
+            return values
         return Batch(*self.arguments(step), as_draws(values, self.simulator))
+
+    def groups(self, data: Any) -> list[Batch]:
+        """Returns simulations given all at once, one group for each of the arguments that they were made at."""
+        return [self.given(part, 0) for part in (data if isinstance(data, list) else [data])]
 
     def held_out(self, given: Any) -> Callable[[], Iterable[Batch]] | None:
         """Returns a function that yields held-out batches: simulated, the same in every run, or as given."""
@@ -63,7 +70,11 @@ class Simulations(NamedTuple):
                 batches = list(self.total(given))
             return lambda: batches
         if are_all(given):
-            given = as_draws(given, self.simulator).in_batches(self.size(0))
+            given = [
+                group._replace(draws=draws)
+                for group in self.groups(given)
+                for draws in group.draws.in_batches(self.size(0))
+            ]
         kept = list(given) if isinstance(given, Iterator) else given
         return lambda: (self.given(values, i) for i, values in enumerate(kept))
 
@@ -80,23 +91,36 @@ def batches_of(simulations: Simulations, data: Any, renew: Renew | None = None) 
     if data is None:
         return map(simulations.fresh, steps)
     if are_all(data):
-        given = _shuffled(as_draws(data, simulations.simulator), simulations.size, renew)
+        given: Iterator[Any] = _shuffled(simulations.groups(data), simulations.size, renew)
     else:
         given = _epochs(data)
     return map(simulations.given, given, steps)
 
 
 def _shuffled(
-    draws: JointDraws, size_at: Callable[[int], int], renew: Renew | None
-) -> Iterator[JointDraws]:
-    """Yields epochs of full batches in a new order each, of sizes by the number of steps done before an epoch."""
-    num, done = draws.num, 0
+    groups: list[Batch], size_at: Callable[[int], int], renew: Renew | None
+) -> Iterator[Batch]:
+    """Yields epochs of full batches in a new order each, of sizes by the number of steps done before an epoch.
+
+    The simulations of a batch are of one group, as plates may have other sizes in another.
+    """
+    done = 0
     while True:
-        size = min(num, size_at(done))
-        yield from draws.in_batches(size, torch.randperm(num)[: num - num % size])
-        done += num // size
+        parts = [(group, rows) for group in groups for rows in _full(group, size_at(done))]
+        order = torch.randperm(len(parts)).tolist() if len(groups) > 1 else range(len(parts))
+        for i in order:
+            group, rows = parts[i]
+            yield group._replace(draws=group.draws.select(rows))
+        done += len(parts)
         if renew is not None:
-            draws = renew(draws)
+            groups = renew(groups)
+
+
+def _full(group: Batch, size: int) -> Sequence[Tensor]:
+    """Returns the indices of full batches of a group's simulations, in a new order; of a small group, of all."""
+    num = group.draws.num
+    size = min(num, size)
+    return torch.randperm(num)[: num - num % size].split(size)
 
 
 def _epochs(data: Iterable[Any]) -> Iterator[Any]:
@@ -113,7 +137,9 @@ def _epochs(data: Iterable[Any]) -> Iterator[Any]:
 
 
 def are_all(data: Any) -> bool:
-    """Whether data hold all simulations at once, and are no iterable of batches."""
+    """Whether data hold all simulations at once, at one or more arguments, and are no iterable of batches."""
+    if isinstance(data, list):
+        return bool(data) and all(isinstance(part, Batch) for part in data)
     return isinstance(data, (JointDraws, Mapping, TensorDataset))
 
 

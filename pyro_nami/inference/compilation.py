@@ -19,11 +19,10 @@ from pyro_nami.inference.batches import (
     ArgumentsAt,
     Simulations,
     are_all,
-    as_draws,
     batches_of,
 )
 from pyro_nami.inference.history import History
-from pyro_nami.inference.latent_moves import LatentMoves
+from pyro_nami.inference.latent_moves import GroupMoves
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.optimizers import optimization_of
 from pyro_nami.inference.simulate import Batch, Simulator
@@ -136,7 +135,8 @@ class InferenceCompilation:
             args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them.
             data: simulations made before, all at once or an iterable of batches, in a form that `as_draws` takes. All
                 are shuffled into batches; batches are read again from the start, but an iterator ends the training. A
-                `DataLoader` with workers simulates ahead, for models that are slow.
+                `DataLoader` with workers simulates ahead, for models that are slow. A list of `Batch` holds all
+                simulations that were made at several arguments; guides make their first call at those of the first.
             refresh: draws of the guide that latents of ``data``, given all at once, may move to after an epoch.
             validation, validate_every: number of held-out simulations, or the simulations; steps between validations.
             patience: number of validations in a row without better weights after which training ends.
@@ -155,7 +155,7 @@ class InferenceCompilation:
         trainer, simulations = self._set_up(arguments, data)
         held_out = simulations.held_out(validation)
         trainer.begin()
-        moves = LatentMoves(simulations.at(0), self.guide, refresh) if refresh else None
+        moves = GroupMoves(simulations.simulator, self.guide, refresh) if refresh else None
         batches = itertools.islice(batches_of(simulations, data, moves), steps)
         bar = tqdm(batches, "compiling", steps, disable=not progress, mininterval=0.2)
         _train(trainer, bar, held_out, moves, tracker or _ignored, validate_every, patience)
@@ -169,13 +169,15 @@ class InferenceCompilation:
 
     def _set_up(self, arguments: ArgumentsAt, data: Any = None) -> tuple[Trainer, Simulations]:
         """Returns the trainer, which the first call makes with the guide's structure, and simulations at arguments."""
-        args, kwargs = arguments(0)
+        several = data if isinstance(data, list) and are_all(data) else ()
         if self._trainer is None:
+            args, kwargs = several[0][:2] if several else arguments(0)
             simulator = Simulator(
                 self.model, args, kwargs, observed_names(self._observed, self.guide)
             )
             bind(self.guide, simulator.model)
-            given = as_draws(data, simulator) if are_all(data) else None
+            first = Simulations(simulator, arguments, self.batch_size)
+            given = first.groups(data) if are_all(data) else []
             self._trainer = Trainer(simulator, self.guide, self._optimization, given)
         return self._trainer, Simulations(self._trainer.simulator, arguments, self.batch_size)
 
@@ -184,7 +186,7 @@ def _train(
     trainer: Trainer,
     batches: tqdm,
     held_out: Callable[[], Iterable[Batch]] | None,
-    moves: LatentMoves | None,
+    moves: GroupMoves | None,
     log: Callable[[str, float, int], Any],
     validate_every: int,
     patience: int | None,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pyro_nami.inference.cost import elements_of_a_draw
 from pyro_nami.inference.importance import Proposal
-from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.inference.site_messages import Values
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import over
@@ -37,7 +37,7 @@ from pyro_nami.program.many_draws import FEWEST_DRAWS
 from pyro_nami.program.masks import is_masked
 from pyro_nami.program.memory import rows_in_memory
 
-__all__ = ["LatentMoves"]
+__all__ = ["GroupMoves", "LatentMoves"]
 
 # Share of draws that have to move for further steps of the chain. By one less this share, too few are left to move. At
 # ten times more, every chain has one step.
@@ -160,6 +160,32 @@ class LatentMoves:
         except (RuntimeError, ValueError):
             return draws.latents, torch.zeros_like(moved)
         return {n: value.reshape(draws.latents[n].shape) for n, value in now.items()}, moved
+
+
+class GroupMoves:
+    """Moves the latents of groups of simulations, each made at its own arguments; see `LatentMoves`.
+
+    Attributes:
+        moved: the share of all draws that the latest call moved.
+    """
+
+    def __init__(self, simulator: Simulator, guide: Callable, num: int) -> None:
+        self.simulator = simulator
+        self.guide = guide
+        self.num = num
+        self.moved = 0.0
+        self._moves: list[LatentMoves] = []  # of the groups
+
+    def __call__(self, groups: list[Batch]) -> list[Batch]:
+        """Returns the groups, always the same ones, with latents moved."""
+        if not self._moves:
+            here = [self.simulator.at(*group.args, **group.kwargs) for group in groups]
+            self._moves = [LatentMoves(each, self.guide, self.num) for each in here]
+        pairs = list(zip(self._moves, groups))
+        found = [group._replace(draws=moves(group.draws)) for moves, group in pairs]
+        shares = [moves.moved * group.draws.num for moves, group in pairs]
+        self.moved = sum(shares) / sum(group.draws.num for group in groups)
+        return found
 
 
 def _is_simulated(site: Any) -> bool:

@@ -29,9 +29,9 @@ class CompilationLoss(nn.Module):
             outweigh all others; at ten times less, the losses of long time series are bent.
 
     Attributes:
-        derived: mean loss of the latents with conditionals derived from the model, in nats. They have no weights, so
-            this constant stands for their loss in training. None: their loss is computed, as it is with other arguments
-            than those of `derive`.
+        derived: arguments, and the mean loss of the latents with conditionals derived from the model there, in nats.
+            They have no weights, so this constant stands for their loss in training; at other arguments than those of
+            `derive` their loss is computed.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -53,17 +53,16 @@ class CompilationLoss(nn.Module):
             )
         self.guide = guide
         self.large = large
-        self.derived: float | None = None
-        self.arguments: tuple[tuple, Mapping[str, Any]] = (), {}
+        self.derived: list[tuple[Batch, float]] = []
 
     def forward(self, batch: Batch, *, whole: bool = False) -> Tensor:
         """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it."""
         guide: Any = self.guide
         args, _, draws = batch
-        same = _identities(args, batch.kwargs) == _identities(*self.arguments)
-        if self.derived is not None and same and not whole:
+        constant = None if whole else self._derived_at(batch)
+        if constant is not None:
             learned = guide.log_prob_of(True, draws.latents, draws.sites, *args, **batch.with_data)
-            log_prob = learned - self.derived
+            log_prob = learned - constant
         elif hasattr(guide, "log_prob"):
             log_prob = guide.log_prob(draws.latents, *args, **batch.with_data)
         else:
@@ -82,7 +81,15 @@ class CompilationLoss(nn.Module):
         with_data = batch.with_data
         log_prob = guide.log_prob_of(False, batch.draws.latents, None, *batch.args, **with_data)
         if log_prob.isfinite().all():  # or else steps say where it is not
-            self.derived, self.arguments = -float(log_prob.mean()), batch[:2]
+            self.derived.append((batch, -float(log_prob.mean())))
+
+    def _derived_at(self, batch: Batch) -> float | None:
+        """Returns the mean loss of derived latents at the arguments of a batch, in nats; None where it is not known."""
+        here = _identities(batch.args, batch.kwargs)
+        for known, constant in self.derived:
+            if _identities(known.args, known.kwargs) == here:
+                return constant
+        return None
 
 
 def _identities(args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pyro_nami.inference.history import History
 from pyro_nami.inference.losses import CompilationLoss, non_finite_sites, site_log_probs
 from pyro_nami.inference.optimizers import Optimization
-from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
+from pyro_nami.inference.simulate import Batch, Simulator
 from pyro_nami.inference.site_messages import Values
 from pyro_nami.messages import quoted, warn
 from pyro_nami.program.isolation import forked_rng
@@ -30,7 +30,7 @@ REGRESSED = 2000  # simulations that a guide is regressed on; a tenth are fewer 
 class Trainer:
     """Trains a guide's weights, after the guide's first call, which is made here.
 
-    The first call is on the simulations ``given``, or else on simulations that are drawn for it.
+    The first call is on the first group of simulations ``given``, or else on simulations that are drawn for it.
 
     Attributes:
         history: of the steps since the last `begin`.
@@ -43,7 +43,7 @@ class Trainer:
         simulator: Simulator,
         guide: Callable,
         optimization: Callable[[list[Tensor]], Optimization],
-        given: JointDraws | None,
+        given: Sequence[Batch],
     ) -> None:
         if simulator.trainable:
             warn(
@@ -173,13 +173,13 @@ class Trainer:
         _copy(self.optimization.parameters, self.finite)
 
 
-def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws | None) -> Values:
+def _first_call(loss: CompilationLoss, simulator: Simulator, given: Sequence[Batch]) -> Values:
     """Calls a guide, which makes lazy parameters, and regresses it if it can be; returns its parameters by name."""
     guide: Any = loss.guide
     regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
     count = MANY_DRAWS if regress is None else REGRESSED
     with forked_rng():
-        draws = simulator.draw(count) if given is None else next(given.in_batches(count))
+        draws = next(given[0].draws.in_batches(count)) if given else simulator.draw(count)
     draws, _ = draws.finite()
     batch = simulator.batch(draws)
     few = batch._replace(draws=next(draws.in_batches(MANY_DRAWS)))
@@ -196,6 +196,8 @@ def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws |
     if simulator.vectorized and hasattr(guide, "log_prob_of") and guide.num_parameters:
         with torch.no_grad(), _unseen():
             loss.derive(batch)
+            for group in given[1:]:
+                loss.derive(group._replace(draws=next(group.draws.in_batches(count))))
     return {name: value for name, value in guide.named_parameters() if value.requires_grad}
 
 

@@ -171,10 +171,9 @@ def test_more_simulations_are_trained_on_beside_the_first():
     own = amortize(model, simulations=40, **QUICK)
     both = own.append(30).append({"theta": torch.randn(20, 2), "x": torch.randn(20, 2)})
     given = both.more.args[2]
-    assert given.draws.num == 90 and not given.own and own.more.args[2].draws.num == 40
-    torch.testing.assert_close(
-        given.draws.latents["theta"][:40], own.more.args[2].draws.latents["theta"]
-    )
+    assert given.num == 90 and not given.own and own.more.args[2].num == 40
+    (all_of_it,), (first,) = given.groups, own.more.args[2].groups
+    torch.testing.assert_close(all_of_it.draws.latents["theta"][:40], first.draws.latents["theta"])
     assert both({"x": torch.zeros(2)}, 5)["theta"].shape == (5, 2)
     with pytest.raises(ValueError, match="got one at other arguments"):
         own.at().append(30)
@@ -200,7 +199,7 @@ def test_workers_draw_the_simulations():
     own = amortize(
         from_simulator(PRIOR, lambda theta: theta), simulations=40, num_workers=2, **QUICK
     )
-    assert own.more.args[2].draws.num == 40
+    assert own.more.args[2].num == 40
     for given in ("fresh", simulations(40)):
         with pytest.raises(ValueError, match="num_workers with a number of simulations"):
             amortize(from_simulator(PRIOR, lambda theta: theta), simulations=given, num_workers=2)

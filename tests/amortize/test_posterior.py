@@ -89,6 +89,54 @@ def test_where_weights_are_bad_draws_are_carried_to_the_posterior():
     assert drawn.samples["z"].eq(9).all()
 
 
+def test_two_numbers_behind_many_data_are_on_a_grid():
+    """A decay, measured at many times: against its evidence by a fine grid."""
+    times, num = torch.linspace(0.0, 5.0, 120), 301
+
+    def model():
+        size = pyro.sample("size", dist.LogNormal(0.0, 0.5))
+        rate = pyro.sample("rate", dist.LogNormal(-0.5, 0.5))
+        with pyro.plate("times", 120):
+            pyro.sample("y", dist.Normal(size * torch.exp(-rate * times), 0.1))
+
+    posterior = amortize(model, observed=["y"], simulations=20, progress=False)
+    assert {rule.rule for rule in posterior.guide.rules.values()} == {"quadrature"}
+    y = 1.2 * torch.exp(-0.5 * times) + 0.1 * torch.randn(120)
+    found = posterior({"y": y}, 500)
+    grid = torch.linspace(-2.0, 1.5, num, dtype=torch.float64)
+    size, rate = grid[:, None, None], grid[None, :, None]
+    joint = dist.Normal(size.exp() * torch.exp(-rate.exp() * times), 0.1).log_prob(y).sum(-1)
+    joint = joint + dist.Normal(0.0, 0.5).log_prob(size[..., 0])
+    joint = joint + dist.Normal(-0.5, 0.5).log_prob(rate[..., 0])
+    evidence = joint.flatten().logsumexp(0) + 2 * math.log(3.5 / (num - 1))
+    assert found.effective_sample_size > 480
+    assert abs(found.log_evidence - evidence) < 0.05
+
+
+def test_draws_stop_where_their_seconds_end():
+    """A guide that is off: without seconds its draws are returned as they are, with a warning and their verdict."""
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 0.1))
+
+    class Wide:
+        rules: dict = {}
+
+        def __call__(self, observations):
+            pyro.sample("z", dist.Normal(observations["x"], 5.0))
+
+    posterior = AmortizedPosterior(model, (), {}, Wide(), History())
+    x = torch.tensor(0.5)
+    with pytest.warns(UserWarning, match="not improved further than seconds=0 for a data set"):
+        stopped = posterior({"x": x}, seconds=0)
+    pyro.set_rng_seed(0)
+    assert stopped.effective_sample_size < 200
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert posterior({"x": x}).effective_sample_size > 500
+
+
 def test_data_sets_with_good_weights_are_left_alone():
     def model():
         with pyro.plate("rows", 2):
