@@ -234,7 +234,7 @@ def _excluded(first: FirstCall) -> dict[str, str]:
         **dict.fromkeys(hidden, "its density is random at equal values, as with dropout"),
         **dict.fromkeys(first.passing, "other calls may lack it"),
         **dict.fromkeys(first.semi_observed, "it may be data in other calls, or `blocks` names it"),
-        **dict.fromkeys(options.families or {}, "`families` gives it another conditional"),
+        **dict.fromkeys(options.families or {}, "`families` says how it is learned"),
         **dict.fromkeys(learned, "`rules` asks for that"),
     }
     masked = dict.fromkeys(
