@@ -31,7 +31,7 @@ from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.amortize.request import (
     DEFAULT_SIMULATIONS,
     Chosen,
-    Simulations,
+    GroupedSimulations,
     as_given,
     check_given,
     check_options,
@@ -93,25 +93,20 @@ def amortize(
             `from_simulator`.
         simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once, for
             which no simulator is run; or ``"fresh"``, to draw others in each step, if the model is fast.
-        sizes: plate, or loop -> its smallest and largest size in the simulations, where an integer argument of the
-            model gives it; the guide then answers for all sizes between, see `AmortizedPosterior.at`. By default from a
-            quarter to four times of the size at the arguments given; ``{}`` for this size alone.
+        sizes: plate, or loop -> its smallest and largest size in the simulations, where an integer argument gives it;
+            by default a quarter and four times of the size here; ``{}``: this one alone. See `AmortizedPosterior.at`.
         arguments: a function that draws the model's arguments (a tuple, of those without a name), in place of sizes:
             ``lambda: (covariates(int(torch.randint(10, 100, ()))),)``. It is called up to 11 times.
-        steps: of a training; by default 20 times the square root of the number of simulations, and 450 below 2,000
-            simulations. A batch is 3.5 times this square root, and twice that for the last two fifths of the steps.
+        steps: of a training; by default 20 times the square root of the number of simulations; 450 below 2,000.
         progress: whether to show a progress bar.
         guide: one to train in place of the guide that is made for the model.
-        embeddings: observed site -> how networks read its values: ``"image"`` ``(height, width)`` or ``(channels,
-            height, width)``, ``"series"`` ``(steps,)`` or ``(steps, numbers)``, ``"set"`` ``(rows, numbers)``, a module
-            ``(batch, *event)`` to ``(batch, features)``, or None for the values themselves. By default it is chosen by
-            shape, see `pyro_nami.amortize.encoding`, unless a guide is given.
+        embeddings: observed site -> ``"image"``, ``"series"``, ``"set"``, a module ``(batch, *event)`` to ``(batch,
+            features)``, or None for the values themselves; by default as `pyro_nami.amortize.encoding` says.
         options: other options of `AutoNaMIGuide` for the guide that is made.
         num_workers: processes that simulations are drawn in; 0: this one. The random numbers are others than without.
 
     Raises:
-        ValueError: fewer than 20 simulations; sizes that no argument gives, or sizes with simulations that are given;
-            and as `InferenceCompilation` does.
+        ValueError: fewer than 20 simulations; sizes that no argument gives; and as `InferenceCompilation` does.
         Interrupted: at Ctrl-C. Its attribute ``simulations``, as of any error in training, holds those drawn by then.
 
     Example:
@@ -128,15 +123,13 @@ def amortize(
         model, simulations = from_simulations(model, simulations)
     check_options(model, kwargs, guide, embeddings, options)
     source = source_of(model, args, kwargs, observed, marked=guide is not None)
-    fresh = isinstance(simulations, str)
-    chosen = Chosen(
-        fresh, steps, progress, embeddings, dict(options or {}), num_workers, sizes, arguments
-    )
+    how = steps, progress, embeddings, dict(options or {}), num_workers, sizes, arguments
+    chosen = Chosen(isinstance(simulations, str), *how)
     return _trained(source, simulated(source, simulations, chosen), chosen, guide)
 
 
 def _trained(
-    source: Simulator, given: Simulations, chosen: Chosen, guide: AutoNaMIGuide | None
+    source: Simulator, given: GroupedSimulations, chosen: Chosen, guide: AutoNaMIGuide | None
 ) -> AmortizedPosterior:
     """Returns the posterior of a simulator's model; errors in training have the simulations with them."""
     num = given.num
@@ -167,7 +160,7 @@ def _trained(
 def _appended(
     program: Program,
     observed: Sequence[str],
-    given: Simulations,
+    given: GroupedSimulations,
     chosen: Chosen,
     guide: AutoNaMIGuide | None,
     simulations: Any,

@@ -1,8 +1,9 @@
 """How the networks of a guide that `amortize` makes read observed values: an encoder for each image or long series.
 
-By its shape alone, a value is an image if it has two or three dims, of which the last two are sides of at least 16,
-neither four times the other; and a series if it has at least 100 steps of fewer than 16 numbers. Others are read as
-they are, number by number.
+The shapes are ``(height, width)`` or ``(channels, height, width)`` of an ``"image"``, ``(steps,)`` or ``(steps,
+numbers)`` of a ``"series"``, and ``(rows, numbers)`` of a ``"set"``. By its shape alone, a value is an image if it has
+two or three dims, of which the last two are sides of at least 16, neither four times the other; and a series if it has
+at least 100 steps of fewer than 16 numbers. Others are read as they are, number by number.
 """
 
 from __future__ import annotations

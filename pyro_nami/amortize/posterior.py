@@ -130,19 +130,8 @@ class AmortizedPosterior:
             Program(self.model, self.args, self.kwargs), self.guide, prior_share=defensive
         )
         if num_temperatures in (None, 2):
-            start = time.monotonic()
-            drawn = weighted_draws(target, data, num_samples)
-            pace = (time.monotonic() - start) / drawn.log_weights.numel()
-            outside = self._outside(data)
-            bad = _are_bad(drawn)
-            if num_temperatures is None and bad.any():
-                budget = Budget(seconds * int(bad.sum()), pace)
-                drawn = improved(target, data, drawn, bad, outside, progress, budget)
-                if budget.refused and _are_bad(drawn).any():
-                    warn(
-                        f"Draws were not improved further than seconds={seconds:g} for a data set allow. Their verdict "
-                        "says what was reached; more seconds may reach more."
-                    )
+            budget = None if num_temperatures else seconds
+            drawn = self._weighted(target, data, num_samples, budget, progress)
         else:
             drawn = annealed(
                 target, data, num_samples, num_temperatures=num_temperatures, progress=progress
@@ -150,6 +139,30 @@ class AmortizedPosterior:
             self._outside(data)
         warn_of_bad(drawn, "amortize with more simulations, or draw more samples.")
         return Posterior.of(drawn, target.observing(data)[0])
+
+    def _weighted(
+        self,
+        target: Target,
+        data: Mapping[str, Any],
+        num: int,
+        seconds: float | None,
+        progress: bool,
+    ) -> WeightedSamples:
+        """Returns weighted draws of the guide; better ones, in a budget of seconds of each data set if there is one."""
+        start = time.monotonic()
+        drawn = weighted_draws(target, data, num)
+        pace = (time.monotonic() - start) / drawn.log_weights.numel()
+        outside = self._outside(data)
+        bad = _are_bad(drawn)
+        if seconds is not None and bad.any():
+            budget = Budget(seconds * int(bad.sum()), pace)
+            drawn = improved(target, data, drawn, bad, outside, progress, budget)
+            if budget.refused and _are_bad(drawn).any():
+                warn(
+                    f"Draws were not improved further than seconds={seconds:g} for a data set allow. Their verdict "
+                    "says what was reached; more seconds may reach more."
+                )
+        return drawn
 
     def at(self, *args: Any, **kwargs: Any) -> AmortizedPosterior:
         """Returns the posterior of the same model at other arguments: other numbers of rows, covariates or masks.

@@ -24,7 +24,7 @@ from pyro_nami.program.runner import signature_of
 __all__ = [
     "DEFAULT_SIMULATIONS",
     "Chosen",
-    "Simulations",
+    "GroupedSimulations",
     "as_given",
     "check_given",
     "check_options",
@@ -57,7 +57,7 @@ class Chosen(NamedTuple):
     arguments: Callable[[], tuple] | None
 
 
-class Simulations(NamedTuple):
+class GroupedSimulations(NamedTuple):
     """Simulations to learn from."""
 
     groups: list[Batch]  # by the arguments that they were made at
@@ -69,7 +69,7 @@ class Simulations(NamedTuple):
         """The number of simulations."""
         return sum(group.draws.num for group in self.groups)
 
-    def joined(self, more: Simulations) -> Simulations:
+    def joined(self, more: GroupedSimulations) -> GroupedSimulations:
         """Returns these simulations, and others behind them."""
         seen = replace(
             self.seen,
@@ -85,7 +85,7 @@ class Simulations(NamedTuple):
             else:
                 draws = groups[place].draws.joined([group.draws])
                 groups[place] = groups[place]._replace(draws=draws)
-        return Simulations(groups, seen, self.own and more.own)
+        return GroupedSimulations(groups, seen, self.own and more.own)
 
 
 def _are_alike(one: Batch, other: Batch) -> bool:
@@ -162,7 +162,7 @@ def undrawn(model: Callable) -> Callable:
 
 def simulated(
     source: Simulator, simulations: Any, chosen: Chosen, *, least: int = FEWEST_SIMULATIONS
-) -> Simulations:
+) -> GroupedSimulations:
     """Returns the simulations that are finite, drawn or given.
 
     Raises:
@@ -190,7 +190,9 @@ def simulated(
     seen = History()
     # Real data are finite, and no simulation with finite data is left out, so that their posterior stays what it is.
     groups = [group._replace(draws=seen.finite(group.draws, most=1.0)) for group in groups]
-    found = Simulations([group for group in groups if group.draws.num >= min(least, 2)], seen, own)
+    found = GroupedSimulations(
+        [group for group in groups if group.draws.num >= min(least, 2)], seen, own
+    )
     if found.num < least:
         why = f", as {seen.shortfall()}" if seen.skipped else ""
         raise ValueError(

@@ -7,7 +7,7 @@ to four times as much.
 
 from __future__ import annotations
 
-__all__ = ["Arguments", "arguments_of", "sizes_of"]
+__all__ = ["CallArguments", "arguments_of", "sizes_of"]
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -26,24 +26,24 @@ from pyro_nami.program.plate_dims import frames_of
 # Smallest and largest size by default, in sizes at the arguments given. At ten times more, the largest simulations take
 # most of the time.
 LEAST, MOST = 0.25, 4.0
-# Arguments that simulations are made at, so that sizes are 1.3 times the next smaller one. With a third of them,
+# CallArguments that simulations are made at, so that sizes are 1.3 times the next smaller one. With a third of them,
 # posteriors between two sizes are off; with three times as many, few simulations are left for each.
 MOST_ARGUMENTS = 12
 # Fewest simulations at the same arguments, about one batch.
 FEWEST_ALIKE = 100
 
 
-class Arguments(NamedTuple):
+class CallArguments(NamedTuple):
     """Arguments of one call of a model."""
 
     args: tuple
     kwargs: Mapping[str, Any]
 
-    def changed(self, slot: int | str, value: Any) -> Arguments:
+    def changed(self, slot: int | str, value: Any) -> CallArguments:
         """Returns these with another value at a position or of a name."""
         if isinstance(slot, str):
-            return Arguments(self.args, {**self.kwargs, slot: value})
-        return Arguments((*self.args[:slot], value, *self.args[slot + 1 :]), self.kwargs)
+            return CallArguments(self.args, {**self.kwargs, slot: value})
+        return CallArguments((*self.args[:slot], value, *self.args[slot + 1 :]), self.kwargs)
 
     def counts(self) -> dict[int | str, int]:
         """Returns position or name -> value, of arguments that are integers above zero."""
@@ -67,7 +67,7 @@ def arguments_of(
     simulations: int,
     sizes: Mapping[str, tuple[int, int]] | None,
     arguments: Callable[[], tuple] | None,
-) -> list[Arguments]:
+) -> list[CallArguments]:
     """Returns the arguments to simulate at; first those of the simulator, whatever the others are.
 
     Args:
@@ -82,7 +82,7 @@ def arguments_of(
     """
     if sizes and arguments:
         raise ValueError("Expected sizes or arguments; got both. The arguments give the sizes.")
-    given = Arguments(simulator.program.args, simulator.program.kwargs)
+    given = CallArguments(simulator.program.args, simulator.program.kwargs)
     num = max(1, min(MOST_ARGUMENTS, simulations // FEWEST_ALIKE))
     if arguments is not None:
         return [given, *(_drawn(arguments, given) for _ in range(num - 1))]
@@ -107,7 +107,7 @@ def _spaced(i: int, num: int, k: int) -> float:
     return (0.5 + (i + 1) * golden / k) % 1.0
 
 
-def _drawn(arguments: Callable[[], tuple], given: Arguments) -> Arguments:
+def _drawn(arguments: Callable[[], tuple], given: CallArguments) -> CallArguments:
     found = arguments()
     if not isinstance(found, tuple):
         raise TypeError(
@@ -118,7 +118,7 @@ def _drawn(arguments: Callable[[], tuple], given: Arguments) -> Arguments:
 
 
 def _ranges(
-    simulator: Simulator, given: Arguments, sizes: Mapping[str, tuple[int, int]] | None
+    simulator: Simulator, given: CallArguments, sizes: Mapping[str, tuple[int, int]] | None
 ) -> dict[int | str, tuple[int, int]]:
     """Returns argument -> its smallest and largest value."""
     if sizes is not None and not sizes:
@@ -151,7 +151,11 @@ def _ranges(
 
 
 def _moved(
-    simulator: Simulator, given: Arguments, slot: int | str, value: int, before: Mapping[str, int]
+    simulator: Simulator,
+    given: CallArguments,
+    slot: int | str,
+    value: int,
+    before: Mapping[str, int],
 ) -> set[str]:
     """Returns the plates and loops of other sizes at another value of an argument; none where the model fails there."""
     args, kwargs = given.changed(slot, value)

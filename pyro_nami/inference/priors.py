@@ -60,9 +60,9 @@ def as_priors(prior: Any) -> dict[str, Any]:
 
 def _as_prior(name: str, prior: Any) -> Any:
     if isinstance(prior, (Tensor, np.ndarray)):
-        prior = _Draws(torch.as_tensor(prior))
+        prior = _KnownDraws(torch.as_tensor(prior))
     elif isinstance(prior, (list, tuple)):
-        prior = _Joint.of(prior)
+        prior = _Independents.of(prior)
     found = _of_pyro(prior)
     if found is None:
         found = OwnPrior.of(name, prior)
@@ -214,7 +214,7 @@ def _sampled(name: str, prior: Any, num: int) -> Tensor:
 
 def _is_discrete(prior: Any) -> bool:
     """Whether a distribution, or one of a list, has discrete values, as far as it tells."""
-    parts: Sequence[Any] = prior.parts if isinstance(prior, _Joint) else [prior]
+    parts: Sequence[Any] = prior.parts if isinstance(prior, _Independents) else [prior]
     try:
         return any(part.support.is_discrete for part in parts)
     except Exception:  # noqa: BLE001  whatever a property that nobody else reads may raise
@@ -234,7 +234,7 @@ def _support(prior: Any, draws: Tensor) -> Constraint:
     return support if is_whole and bool(inside.all()) else real
 
 
-class _Draws(NamedTuple):
+class _KnownDraws(NamedTuple):
     """Draws ``(draws, *event)`` that stand for the distribution that they were made by."""
 
     values: Tensor
@@ -251,14 +251,14 @@ class _Draws(NamedTuple):
         return self.values[torch.randint(len(self.values), (num,))]
 
 
-class _Joint(NamedTuple):
+class _Independents(NamedTuple):
     """Independent distributions, as one of a vector that holds the values of all."""
 
     parts: Sequence[Distribution]
     sizes: Sequence[int]
 
     @classmethod
-    def of(cls, parts: Sequence[Any]) -> _Joint:
+    def of(cls, parts: Sequence[Any]) -> _Independents:
         for part in parts:
             if not isinstance(part, Distribution):
                 raise TypeError(
