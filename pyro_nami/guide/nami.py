@@ -36,7 +36,7 @@ from pyro_nami.messages import quoted, warn
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, seed_rng, untouched
 from pyro_nami.program.loops import family_of
-from pyro_nami.program.many_draws import difference_at, for_many
+from pyro_nami.program.many_draws import FEWEST_DRAWS, difference_at, extra_dims, for_many
 from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.plate_dims import own_dims
 from pyro_nami.program.runner import Message, Values
@@ -277,12 +277,14 @@ class AutoNaMIGuide(DensityGuide):
             return
         if not self.network.tells("draws at once"):
             return
+        nesting, model = self._made().plates.nesting, unmapped(call.program.model)
         with torch.no_grad(), untouched(self.model), poutine.block(), own_dims():
-            plan = self._plan_for_many(call)
-        if plan is None or plan.program.vectorized:
+            few = self._few_draws(call)
+            flaw = extra_dims(few, nesting, call.program._replace(model=model))
+        if flaw:
             warn(
-                "The model is written for one draw, and Pyro runs it for many at once: it mixes them up, or counts its "
-                "data once for each, and the posterior is wrong with any guide. Leave out vectorize_particles=True, or "
+                f"The model is written for one draw, and Pyro runs it for many at once: {flaw} Data count once for "
+                "each draw there, and the posterior is wrong with any guide. Leave out vectorize_particles=True, or "
                 "parallel=True; or let the model take latents with a dim of draws to the left of its plates."
             )
 
@@ -401,16 +403,19 @@ class AutoNaMIGuide(DensityGuide):
         more = {name: kind[family_of(name)] for held in states for name in held.sites}
         return {**more, **sites}
 
+    def _few_draws(self, call: Call) -> list[dict[str, Any]]:
+        """Returns three draws of all latents."""
+        seed_rng(0)
+        own, loops = call._replace(target=TrainedAnswer()), call.program.loops
+        return [{**call.held, **loops.joined(self._drawn(own))} for _ in range(FEWEST_DRAWS)]
+
     def _plan_for_many(self, call: Call) -> Plan | None:
         """Returns the plan for many draws at once, with a mapped model if need be; None if draws are one by one."""
         plan = self._made()
         if plan.plates.subsampled:  # whose instances are others in each run
             return plan
         if self._many is None or self._many[0] is not plan:
-            seed_rng(0)
-            own = call._replace(target=TrainedAnswer())
-            loops = call.program.loops
-            few = [{**call.held, **loops.joined(self._drawn(own))} for _ in range(3)]
+            few = self._few_draws(call)
             model = plan.for_many(unmapped(call.program.model))
             program, nesting = call.program._replace(model=model), plan.plates.nesting
             found, reason = for_many(program, nesting, partial(difference_at, few, nesting))

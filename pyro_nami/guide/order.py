@@ -241,6 +241,8 @@ def _excluded(first: FirstCall) -> dict[str, str]:
         first.read_where_masked(), "its prior is masked where something reads it"
     )
     for name, reason in reasons.items():
+        if name not in first.net.graph:
+            continue  # options are checked elsewhere
         drawn = [data for data in first.net.graph.successors(name) if _is_drawn(first, data)]
         masked[name] = f"data '{min(drawn)}' have no density" if drawn else reason
     return found | masked

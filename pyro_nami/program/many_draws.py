@@ -20,7 +20,7 @@ from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Note, Runner, Sites, Values
 from pyro_nami.program.vectorized import Vectorized
 
-__all__ = ["difference_at", "differing_site", "few_draws", "for_many", "of_rank"]
+__all__ = ["difference_at", "extra_dims", "differing_site", "few_draws", "for_many", "of_rank"]
 
 # Draws that show what several draws have in common: two may agree by chance, thirty take ten times as long at set-up.
 FEWEST_DRAWS = 3
@@ -120,12 +120,35 @@ def difference_at(draws: Sequence[Values], nesting: int, program: Program) -> st
         return type(error).__name__
 
 
+def extra_dims(draws: Sequence[Values], nesting: int, program: Program) -> str:
+    """Returns what is wrong with a site that has more batch dims than draws and plates have; "" if there is none.
+
+    Args:
+        draws, nesting, program: as for `difference_at`.
+    """
+    try:
+        with torch.no_grad(), pyro.validation_enabled(False):
+            known = [_sites(program, draw) for draw in draws]
+            first = {name: site for name, site in known[0].items() if name in draws[0]}
+            values = {name: _stacked([sites[name] for sites in known], nesting) for name in first}
+            _sites(program, values, note=of_rank(nesting + 1))
+    except ExtraDimsError as error:
+        return str(error)
+    except Exception:  # noqa: BLE001  Pyro's own run raises it, too
+        return ""
+    return ""
+
+
+class ExtraDimsError(ValueError):
+    """A site has more batch dims than it may have."""
+
+
 def of_rank(most: int) -> Note:
     """Returns a `note` for `Runner` that raises at a site of more batch dims, as ``p[z]`` in a chain doubles them."""
 
     def note(msg: Any) -> None:
         if not site_is_subsample(msg) and len(msg["fn"].batch_shape) > most:
-            raise ValueError(
+            raise ExtraDimsError(
                 f"Expected at most {most} batch dims of site '{msg['name']}'; got {tuple(msg['fn'].batch_shape)}."
             )
 

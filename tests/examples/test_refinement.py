@@ -341,7 +341,7 @@ def test_options_that_are_none():
         made(inputs=("gradient",))
     base = AutoNaMIGuide(model, exact=False)
     steps(model, base, data(3), count=1)
-    with pytest.raises(ValueError, match="trained on one data set already.*mode='amortized'"):
+    with pytest.raises(ValueError, match="already trained on one data set.*mode='amortized'"):
         AutoIterativeGuide(base)
 
 
