@@ -20,10 +20,11 @@ from pyro_nami.fit.mode import highest
 from pyro_nami.fit.of_guide import GuideDensity
 from pyro_nami.fit.pairs import draw_pairs
 from pyro_nami.fit.verdict import Verdict, of_weights
+from pyro_nami.inference.loop_names import draws_of
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import whole
 from pyro_nami.inference.target import Extent, Target, log_densities, summed
-from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, element_names
+from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
 from pyro_nami.messages import quoted, warn
 from pyro_nami.program.isolation import forked_rng, seed_rng
 from pyro_nami.program.program import Program
@@ -73,10 +74,13 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
             return self.resample(self.num_samples)
 
     def __getitem__(self, site: str) -> Tensor:
-        """Returns the draws of a site, ``(num_samples, *data sets, *site shape)``."""
-        if site not in self.samples:
-            raise KeyError(f"Expected one of the sites {quoted(self.samples)}; got {site!r}.")
-        return self.draws[site]
+        """Returns the draws of a site, ``(num_samples, *data sets, *site shape)``.
+
+        The name of a loop gives those of its sites, ``(num_samples, *data sets, steps, *site shape)``.
+        """
+        if site not in self.samples and site not in self._sites:
+            raise KeyError(f"Expected one of the sites {quoted(self._sites)}; got {site!r}.")
+        return draws_of(self.draws, self._sites.get(site, ()), site, self.log_weights.dim())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.samples)
@@ -181,17 +185,18 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         return Posterior.of(replace(drawn, plates=self.plates), None, verdict)
 
     def marginal(self, *sites: str) -> WeightedSamples:
-        """Returns the weighted draws of some latents alone.
+        """Returns the weighted draws of some latents alone; the name of a loop stands for all of its sites.
 
         Raises:
             ValueError: no latent, or an unknown one.
         """
-        unknown = [name for name in sites if name not in self.samples]
+        unknown = [name for name in sites if name not in self.samples and name not in self._sites]
         if unknown or not sites:
             raise ValueError(
                 f"Expected some of the latents {quoted(self.samples)}; got {quoted(unknown) or 'none'}."
             )
-        samples = {name: self.samples[name] for name in sites}
+        names = [each for name in sites for each in self._sites.get(name, [name])]
+        samples = {name: self.samples[name] for name in names}
         return WeightedSamples(samples, self.log_weights, self.plates, self.pool)
 
     def predict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -262,11 +267,11 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        known = self.draws if sites is None else {name: self[name] for name in sites}
         columns = []
-        for name, value in known.items():
+        for name in self._sites if sites is None else sites:
+            value = self[name]
             flat = value.reshape(len(value), -1)[:, :num].double().cpu().numpy()
-            labels = element_names(name, value.shape[1:], num)
+            labels = self._labels(name, value.shape[1:], num)
             columns += [(i, label, flat[:, i]) for i, label in enumerate(labels)]
         columns.sort(key=operator.itemgetter(0))
         return draw_pairs({label: drawn for _, label, drawn in columns[:num]}, str(self.verdict))

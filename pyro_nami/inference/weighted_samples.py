@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_nami.inference.loop_names import draws_of, sites_by_name
 from pyro_nami.inference.psis import check_log_weights, smooth
 from pyro_nami.inference.site_messages import Values
 from pyro_nami.messages import aligned, check_counts, quoted, warn
@@ -25,7 +26,6 @@ __all__ = [
     "K_MAX",
     "Pool",
     "WeightedSamples",
-    "element_names",
     "interval",
     "log_mean",
     "log_mean_error",
@@ -68,7 +68,8 @@ class Pool(NamedTuple):
 class WeightedSamples:
     """Draws z from a proposal, with weights w = p(z, x) / q(z) that make them draws from the posterior.
 
-    Summaries weight by the smoothed weights unless ``smoothed=False``; evidence and sample size by the raw ones.
+    Summaries weight by the smoothed weights unless ``smoothed=False``; evidence and sample size by the raw ones. The
+    sites of a loop, as ``z_0`` to ``z_99``, are also one site ``z`` with a dim of 100 before its own.
 
     Args:
         samples: site -> ``(num_samples, *data sets, *site shape)``, the shape in one run: plates, then event.
@@ -179,7 +180,7 @@ class WeightedSamples:
         probabilities = torch.as_tensor(q, dtype=torch.float64, device=weights.device)
         if not ((probabilities >= 0) & (probabilities <= 1)).all():
             raise ValueError(f"Expected quantiles between 0 and 1; got {q}.")
-        ordered, index = self.samples[site].sort(0)
+        ordered, index = self._named_draws(site).sort(0)
         below = weights.expand(value.shape).gather(0, index).double().cumsum(0)
         # draws last, as searchsorted wants them
         below = (below / below[-1:]).movedim(0, -1).contiguous()
@@ -258,7 +259,7 @@ class WeightedSamples:
     # ---- for the reader
 
     def summary(self, prob: float = 0.9, *, elements: int = 100) -> str:
-        """Returns the verdict, and a table of the posterior with a line for each element.
+        """Returns the verdict, and a table of the posterior with a line for each element, the smallest sites first.
 
         Its columns are the mean, the standard deviation, the median and the ends of a central interval; ``draws``, the
         number of independent draws by which the mean would be known as well; and ``moved``, by how many standard
@@ -271,13 +272,15 @@ class WeightedSamples:
         ends = interval(prob)
         head = ("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends), "draws", "moved")
         rows: list[tuple[str, ...]] = [head]
-        for name, value in self.samples.items():
-            mean, sd = self.mean(name), self.std(name)
-            moved = (value.to(mean).mean(0) - mean).abs() / sd
+        sizes = {name: self._named_draws(name)[0].numel() for name in self._sites}
+        for name in sorted(sizes, key=sizes.__getitem__):
+            value, mean, sd = self._named_draws(name), self.mean(name), self.std(name)
+            is_constant = (value == value[:1]).all(0)
+            moved = ((value.to(mean).mean(0) - mean).abs() / sd).where(~is_constant, 0.0)
             told = torch.stack(
                 [mean, sd, *self.quantile(name, ends).to(mean), self._effective(name), moved]
             )
-            labels = element_names(name, mean.shape, elements)
+            labels = self._labels(name, mean.shape, elements)
             for label, (*numbers, effective, off) in zip(labels, told.reshape(7, -1).T.tolist()):
                 shown = (f"{number:.3g}" for number in numbers)
                 rows.append((label, *shown, f"{effective:.0f}", f"{off:.2f}"))
@@ -295,8 +298,12 @@ class WeightedSamples:
 
     def __repr__(self) -> str:
         sets = self.log_weights.shape[1:]
-        shapes = {name: tuple(value.shape[1 + len(sets) :]) for name, value in self.samples.items()}
-        sites = ", ".join(f"{name} {shape}" if shape else name for name, shape in shapes.items())
+        told = []
+        for name, steps in self._sites.items():
+            shape = tuple(self.samples[steps[0]].shape[1 + len(sets) :])
+            label = name if name in self.samples else f"{steps[0]} ... {steps[-1]}"
+            told.append(f"{label} {shape}" if shape else label)
+        sites = ", ".join(told)
         over = f" for each of {sets.numel()} data sets" if sets else ""
         if not self.log_weights.any():
             return f"WeightedSamples: {self.num_samples:,} draws of {sites}{over}, without weights"
@@ -326,12 +333,33 @@ class WeightedSamples:
             return f"usable: k-hat is below {K_MAX}, but the estimates converge slowly."
         return f"reliable: k-hat is below {K_GOOD}."
 
+    @cached_property
+    def _sites(self) -> dict[str, list[str]]:
+        """Name -> sites, those of a loop under one name."""
+        return sites_by_name(self.samples)
+
+    def _named_draws(self, site: str) -> Tensor:
+        """Returns a site's draws, or those of the sites of a loop with a dim of its steps after the data sets."""
+        if site not in self.samples and site not in self._sites:
+            raise ValueError(f"Expected one of the sites {quoted(self._sites)}; got '{site}'.")
+        return draws_of(self.samples, self._sites.get(site, ()), site, self.log_weights.dim())
+
+    def _labels(self, name: str, shape: Sequence[int], most: int) -> list[str]:
+        """Returns the names of a site's first elements, ``name[i, j]``, or its own name if it has no dims."""
+        step_dim = self.log_weights.dim() - 1
+        labels = []
+        for place in itertools.islice(itertools.product(*map(range, shape)), most):
+            site = name
+            if name not in self.samples:
+                site = self._sites[name][place[step_dim]]
+                place = place[:step_dim] + place[step_dim + 1 :]
+            labels.append(site + (str(list(place)) if place else ""))
+        return labels
+
     def _weighted(self, site: str, smoothed: bool) -> tuple[Tensor, Tensor]:
         """A site's draws as floats, and weights that broadcast against them."""
-        if site not in self.samples:
-            raise ValueError(f"Expected one of the sites {quoted(self.samples)}; got '{site}'.")
         weights = self._weights(smoothed)
-        value = self.samples[site]
+        value = self._named_draws(site)
         if not value.is_floating_point():
             value = value.to(weights.dtype)
         return value, over(weights, value)
@@ -346,12 +374,6 @@ def interval(prob: float) -> list[float]:
     if not 0 < prob < 1:
         raise ValueError(f"Expected a probability between 0 and 1; got {prob}.")
     return [(1 - prob) / 2, 0.5, (1 + prob) / 2]
-
-
-def element_names(name: str, shape: Sequence[int], most: int) -> list[str]:
-    """Returns the names of a site's first elements, ``name[i, j]``, or the site's own name if it has no dims."""
-    places = itertools.islice(itertools.product(*map(range, shape)), most)
-    return [name + (str(list(place)) if place else "") for place in places]
 
 
 def log_mean(log_weights: Tensor) -> Tensor:

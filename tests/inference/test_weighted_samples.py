@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributions import Normal
 
+from pyro_nami.fit.posterior import Posterior
 from pyro_nami.inference.weighted_samples import WeightedSamples
 
 
@@ -103,6 +104,33 @@ def test_a_summary_has_a_line_for_each_element():
     assert wide[-2].startswith("w[0, 99]") and wide[-1] == "w: 500 more"
     with pytest.raises(ValueError, match="between 0 and 1; got 90"):
         draws.summary(90)
+
+
+def test_the_sites_of_a_loop_have_one_name():
+    """Draws of a walk of 120 steps, by steps and as one tensor, have the same estimates and labels."""
+    walk = torch.randn(50, 120, 2).cumsum(1)
+    samples = {f"z_{t + 1}": walk[:, t] for t in range(120)} | {
+        "sd": torch.ones(50),
+        "b_7": walk[:, 0],
+    }
+    draws = WeightedSamples(samples, torch.randn(50))
+    whole = WeightedSamples({"z": walk}, draws.log_weights)
+    assert torch.equal(draws.mean("z"), whole.mean("z"))
+    assert torch.equal(draws.quantile("z", 0.9), whole.quantile("z", 0.9))
+    assert "z_1 ... z_120 (2,), sd, b_7 (2,)" in repr(draws)
+    lines = draws.summary(elements=3).splitlines()
+    assert [line.split()[0] for line in lines[-7:-1]] == [
+        "sd",
+        "b_7[0]",
+        "b_7[1]",
+        "z_1[0]",
+        "z_1[1]",
+        "z_2[0]",
+    ]
+    assert lines[-1] == "z: 237 more"
+    assert lines[-7].split()[-1] == "0.00"  # a constant has not moved
+    assert Posterior.of(draws, None)["z"].shape == (50, 120, 2)
+    assert set(Posterior.of(draws, None).marginal("z", "sd").samples) == samples.keys() - {"b_7"}
 
 
 def test_quantiles_equal_numpys():
