@@ -184,10 +184,10 @@ def neural_network(inputs: int = 784, units: int = 100, rows: int = 1_000) -> Pr
 # with the sizes of smoke tests
 PROGRAMS: dict[str, tuple[Callable[..., Program], dict[str, int]]] = {
     "local_effects": (local_effects, {"rows": 50}),
-    "gamma_regression": (gamma_regression, {"rows": 50, "groups": 5}),
+    "gamma_regression": (gamma_regression, {"rows": 20, "groups": 3}),
     "logistic_regression": (logistic_regression, {"rows": 50, "columns": 3}),
     "table": (table, {"size": 5}),
-    "ratings": (ratings, {"users": 10, "films": 8, "rows": 50}),
+    "ratings": (ratings, {"users": 5, "films": 4, "rows": 20, "rank": 1}),
     "random_walk": (random_walk, {"length": 5}),
     "bent_chain": (bent_chain, {"length": 5}),
     "neural_network": (neural_network, {"inputs": 10, "units": 5, "rows": 20}),

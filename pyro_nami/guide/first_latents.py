@@ -294,10 +294,11 @@ class _Joint:
         self.batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
 
     def rows(self) -> int:
-        """Returns the number of values of the largest observed site, times the points of further grids."""
-        grids = {each for each in self.plan.groups.values() if each.form == "quadrature"}
+        """Returns the number of values of the largest observed site, times the points of the largest further grid."""
+        groups = self.plan.groups.values()
+        further = [SIZE ** len(each.members) for each in groups if each.form == "quadrature"]
         values = max((value.numel() for value in self.call.values.values()), default=1)
-        return values * math.prod(SIZE ** len(each.members) for each in grids)
+        return values * max(further, default=1)
 
     def check_runs_for_many(self, group: ConjugateGroup) -> None:
         """Raises ValueError if the model pairs every draw with every other, which takes too much memory on a grid."""

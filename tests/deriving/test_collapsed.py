@@ -391,6 +391,30 @@ def test_latents_by_quadrature_are_integrated_out(monkeypatch):
         assert 0.9 < drawn[name].log().std() / sd < 1.1
 
 
+def test_more_rows_of_data_take_no_more_runs_of_the_model():
+    """Two latents are on grids given the scale, one after the other: runs for many draws hold one grid at a time."""
+
+    def runs(rows):
+        x, group, calls = torch.linspace(-1, 1, rows), torch.arange(rows) % 4, []
+
+        def model(y):
+            calls.append(None)
+            scale = pyro.sample("scale", dist.HalfNormal(1.0))
+            mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+            with pyro.plate("groups", 4):
+                u = pyro.sample("u", dist.Normal(0.0, scale))
+            with pyro.plate("rows", rows):
+                pyro.sample("y", dist.Poisson((mean + u[..., group] + x).exp()), obs=y)
+
+        pyro.clear_param_store()
+        guide = AutoNaMIGuide(model)
+        guide(torch.poisson((1 + 0.5 * x).exp()))
+        assert {note.rule for note in guide.rules.values()} == {"quadrature"}
+        return len(calls)
+
+    assert runs(100) < 1.5 * runs(20)  # 2.2 if a run held the grids' product
+
+
 def test_compiled_and_single_precision():
     torch.set_default_dtype(torch.float32)
     x, y = X.float(), line().float()
