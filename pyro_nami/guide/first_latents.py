@@ -228,7 +228,7 @@ def _checked(group: ConjugateGroup, joint: _Joint) -> tuple[str, dict[str, str]]
     plan, call = joint.plan, joint.call
     if group.form == "collapsed" and joint.leading.numel() > 1:
         return "a search for its mode is made for one data set", {}
-    if group.is_tabulated and points_of(group) > rows_in_memory(joint.rows()):
+    if group.is_tabulated and points_of(group) > rows_in_memory(joint.runs_on_grids()):
         return "a grid for all rows of data is too large", {}
     try:
         joint.check_runs_for_many(group)
@@ -295,10 +295,18 @@ class _Joint:
 
     def rows(self) -> int:
         """Returns the number of values of the largest observed site, times the points of the largest further grid."""
-        groups = self.plan.groups.values()
-        further = [SIZE ** len(each.members) for each in groups if each.form == "quadrature"]
-        values = max((value.numel() for value in self.call.values.values()), default=1)
-        return values * max(further, default=1)
+        return self._values() * max(self._further_grids(), default=1)
+
+    def runs_on_grids(self) -> int:
+        """Returns the same for all further grids, one for each point of those before it: what takes time."""
+        return self._values() * math.prod(self._further_grids())
+
+    def _values(self) -> int:
+        return max((value.numel() for value in self.call.values.values()), default=1)
+
+    def _further_grids(self) -> list[int]:
+        groups = set(self.plan.groups.values())
+        return [SIZE ** len(each.members) for each in groups if each.form == "quadrature"]
 
     def check_runs_for_many(self, group: ConjugateGroup) -> None:
         """Raises ValueError if the model pairs every draw with every other, which takes too much memory on a grid."""

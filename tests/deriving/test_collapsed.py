@@ -409,7 +409,7 @@ def test_more_rows_of_data_take_no_more_runs_of_the_model():
         pyro.clear_param_store()
         guide = AutoNaMIGuide(model)
         guide(torch.poisson((1 + 0.5 * x).exp()))
-        assert {note.rule for note in guide.rules.values()} == {"quadrature"}
+        assert [note.rule for note in guide.rules.values()][1:] == ["quadrature"] * 2
         return len(calls)
 
     assert runs(100) < 1.5 * runs(20)  # 2.2 if a run held the grids' product
