@@ -424,8 +424,8 @@ def test_coefficients_under_heavy_tails_are_those_under_a_wide_normal_prior():
         pyro.clear_param_store()
         model = robust(prior)
         guide = AutoNaMIGuide(model)
-        svi = SVI(model, guide, ClippedAdam({"lr": 0.05, "lrd": 0.97}), Trace_ELBO())
-        for _ in range(100):
+        svi = SVI(model, guide, ClippedAdam({"lr": 0.05, "lrd": 0.95}), Trace_ELBO())
+        for _ in range(60):
             svi.step(y)
         assert "exact" not in rules(guide)
         found.append(drawn(guide, y))

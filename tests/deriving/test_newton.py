@@ -330,7 +330,7 @@ def spread_along():
 def test_densities_that_are_not_concave_leave_the_guide_finite(model):
     """Their curvature is the wrong one on the way to the mode, where data are many deviations from it, say."""
 
-    draws = Simulator(model, observed=["x"]).draw(500)
+    draws = Simulator(model, observed=["x"]).draw(200)
     guide = AutoNaMIGuide(model, observed=["x"])
     with torch.no_grad():
         assert guide.log_prob(draws.latents, observations=draws.observed).isfinite().all()

@@ -120,14 +120,14 @@ def test_instances_do_not_see_each_other():
 
 
 def test_refining_ends_at_the_exact_posterior_of_a_linear_gaussian_model_and_stays():
-    x = data(500)
+    x = data(200)
     evidence = dist.MultivariateNormal(torch.zeros(4), COVARIANCE).log_prob(x).mean()
     lost = 0.5 * (PRECISION.diagonal().log().sum() - torch.logdet(PRECISION))  # by independence
     for base, best in (
         ({}, evidence),
         ({"inverse": "mean_field", "within": "independent"}, evidence - lost),
     ):
-        guide = trained(model, made(base=base), x, steps=400)
+        guide = trained(model, made(base=base), x, steps=250)
         found = guide.refine(x, steps=15, num_particles=50) / len(x)
         assert found[0] < found[3] < best + 0.01 and best - 0.05 < found[3], (found, best)
         assert (found[3:] > found.max() - 0.02).all(), found

@@ -155,7 +155,7 @@ def of_auto_normal():
     """The ELBO that Pyro's guide reaches; the density is the same of all kinds."""
     model = with_data(OwnLaplace)
     guide = AutoNormal(model)
-    steps(model, guide, Y, count=300, lr=0.03)
+    steps(model, guide, Y, count=150, lr=0.05)
     return elbo(model, guide)
 
 
@@ -176,7 +176,7 @@ def of_auto_normal():
 def test_data_train_as_with_the_guides_of_pyro(kind, of_auto_normal):
     model = with_data(kind)
     guide = AutoNaMIGuide(model)
-    steps(model, guide, Y, count=300, lr=0.03)
+    steps(model, guide, Y, count=150, lr=0.05)
     exact, found = log_evidence("data"), elbo(model, guide)
     assert exact - 0.5 < found < exact + 0.05
     assert found > of_auto_normal - 0.1
@@ -200,11 +200,11 @@ def test_a_latent_whose_support_is_unknown_is_real_and_named_in_a_warning(kind):
     model = with_latent(kind)
     guide = AutoNaMIGuide(model)
     if kind is RealSupport:
-        steps(model, guide, Y, count=300, lr=0.03)
+        steps(model, guide, Y, count=150, lr=0.05)
     else:
         with pytest.warns(UserWarning, match="support of 'z' is taken to be real"):
             guide(Y)
-        steps(model, guide, Y, count=300, lr=0.03)
+        steps(model, guide, Y, count=150, lr=0.05)
     exact = log_evidence("latent")
     assert exact - 0.3 < elbo(model, guide) < exact + 0.05
     draws = importance_sample(model, guide, Y, num_samples=500)
@@ -227,7 +227,7 @@ def test_a_latent_keeps_the_support_that_it_declares():
             pyro.sample("y", dist.Exponential(z), obs=y)
 
     guide = AutoNaMIGuide(model)
-    steps(model, guide, Y, count=300, lr=0.03)
+    steps(model, guide, Y, count=150, lr=0.05)
     # a Gamma's integral
     exact = torch.lgamma(torch.tensor(len(Y) + 1.0)) - (len(Y) + 1) * (Y.sum() + 1).log()
     assert elbo(model, guide) == pytest.approx(float(exact), abs=0.05)

@@ -160,7 +160,7 @@ def in_a_plate():
 
 @pytest.mark.parametrize("model", [deterministic, degenerate, in_a_plate])
 def test_values_are_data_without_a_density(model, recwarn):
-    posterior = amortize(model, observed=["x"], simulations=2000, steps=300, progress=False)
+    posterior = amortize(model, observed=["x"], simulations=1000, steps=150, progress=False)
     found = posterior({"x": torch.tensor([[1.0, -1.0], [0.0, 2.0]])}, num_samples=4000)
     assert "without weights" in repr(found)
     torch.testing.assert_close(
