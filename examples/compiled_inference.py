@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import pyro
 import torch
 from quickstart import SIGMA, Exact, Y, model
-from study import argument_parser
+from study import argument_parser, on_device
 from torch import Tensor
 
 from pyro_nami import (
@@ -82,7 +82,7 @@ def main() -> None:
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
         clip_norm=10.0,
     )
-    with torch.device(arguments.device):
+    with on_device(arguments.device):
         history = compilation.fit(
             steps,
             args=(sigma,),

@@ -31,7 +31,7 @@ from pyro.distributions.transforms import OrderedTransform
 from pyro.infer.autoguide import AutoNormal
 from pyro.ops.indexing import Vindex
 from references import Draws, Problem, run_nuts
-from study import argument_parser, compare, draw_intervals, fit, pyplot
+from study import argument_parser, compare, draw_intervals, fit, on_device, pyplot
 from torch import Tensor
 from tqdm import tqdm
 
@@ -257,7 +257,8 @@ def faithful(arguments: argparse.Namespace) -> None:
     judged = {"NUTS": density(nuts, y.double()).mean(0).log().mean().item()}
     draws = {}
     steps, chunks = (3, 2) if arguments.smoke else (arguments.steps or 3000, 10)
-    for rate in (0.003, 0.01, 0.03):
+    rates = (0.003, 0.01, 0.03)[2 * arguments.smoke :]
+    for rate in rates:
         for seed in (arguments.seed, arguments.seed + 1):
             for make, told in ((AutoNaMIGuide, assigned), (AutoNormal, summed)):
                 name = f"{make.__name__}, rate {rate}, seed {seed}"
@@ -319,7 +320,7 @@ def main() -> None:
 
     pyro.clear_param_store()
     pyro.set_rng_seed(arguments.seed)
-    with torch.device(arguments.device):
+    with on_device(arguments.device):
         guide = AutoNaMIGuide(model, **OPTIONS)
         losses, seconds = train(guide, steps)
         sampled = [sample(guide, data[:size].to(arguments.device), count) for size in TEST_SIZES]

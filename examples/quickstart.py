@@ -22,7 +22,7 @@ import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, AutoNormal, AutoStructured
 from references import Problem
-from study import argument_parser, pyplot
+from study import argument_parser, on_device, pyplot
 from study import fit as trained
 from torch import Tensor
 
@@ -178,7 +178,7 @@ def judge(name: str, exact: Exact, arguments: argparse.Namespace) -> Result:
         "learning_rate": 0.05,
         "particles": PARTICLES,
     }
-    with torch.device(arguments.device):
+    with on_device(arguments.device):
         _, row = trained(problem, name, GUIDES[name], **settings)
     draws = torch.cat([part.reshape(500 * chunks, -1) for part in row.draws.values()], -1)
     return Result(name, exact.log_evidence - row.elbo, row.error, row.seconds, draws)

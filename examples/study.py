@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,6 +235,11 @@ def pyplot() -> Any:
 # ---- running
 
 
+def on_device(name: str) -> AbstractContextManager[Any]:
+    """Returns a context in which new tensors are on a device; none for the CPU, as it slows down all calls."""
+    return nullcontext() if name == "cpu" else torch.device(name)
+
+
 def argument_parser(
     description: str | None, out: str, steps: int | None = 3000
 ) -> argparse.ArgumentParser:
@@ -270,7 +276,7 @@ def study(
         draws, found = run_nuts(problem, out, seed=arguments.seed, smoke=arguments.smoke)
         rows["NUTS"] = Row(math.nan, 0.0, found["seconds"], draws)
     against = list(rows)
-    with torch.device(arguments.device):
+    with on_device(arguments.device):
         moved = problem.convert(lambda part: part.to(arguments.device))
         settings: dict[str, Any] = {
             "steps": steps,

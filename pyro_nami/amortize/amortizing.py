@@ -216,6 +216,7 @@ class _Training(NamedTuple):
             simulated,
             coverage=best.coverage,
             sizes=self._sizes(),
+            progress=self.progress,
         )
 
     def _sizes(self) -> dict[str, tuple[int, int]]:

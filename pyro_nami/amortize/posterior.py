@@ -48,6 +48,7 @@ class AmortizedPosterior:
         coverage: how often the guide's intervals hold the latents of held-out simulations; None where nothing was
             learned, or the guide cannot be run for many data sets at once.
         sizes: plate, or loop -> its smallest and largest size in the simulations.
+        progress: whether calls show progress bars by default.
         more: from further simulations to the posterior by all of them; see `append`.
     """
 
@@ -59,6 +60,7 @@ class AmortizedPosterior:
     simulated: SimulatedData | None = None
     coverage: Coverage | None = None
     sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    progress: bool = True
     more: Callable[[Any], AmortizedPosterior] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
@@ -95,7 +97,7 @@ class AmortizedPosterior:
         num_temperatures: int | None = None,
         defensive: float | None = None,
         seconds: float = SECONDS,
-        progress: bool = True,
+        progress: bool | None = None,
     ) -> Posterior:
         """Returns the posterior given data: draws with importance weights, and a verdict on them.
 
@@ -113,7 +115,7 @@ class AmortizedPosterior:
             defensive: another share of the prior's draws; 0 for the guide's alone.
             seconds: budget of each data set for better draws by default. Draws that are expected to take longer are
                 left out; the verdict is on those that were reached.
-            progress: whether to show a progress bar where this takes more than a second.
+            progress: whether to show a progress bar where this takes more than a second; by default as `amortize` did.
 
         Raises:
             ValueError: data that are not finite, where they have no known density; as `importance_sample` does.
@@ -124,6 +126,7 @@ class AmortizedPosterior:
         """
         if isinstance(self.model, SimulatorModel):
             return self._unweighted(self.model, data, num_samples)
+        progress = self.progress if progress is None else progress
         if defensive is None:
             defensive = DEFENSIVE if learned(self.guide) else 0.0
         target = Target(

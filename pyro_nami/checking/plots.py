@@ -31,7 +31,6 @@ STYLE: Any = {
     "axes.titlesize": 10,
     "figure.titlesize": 11,
     "font.size": 8,
-    "legend.frameon": False,
 }
 RANK_PLOTS = {  # kind -> labels of x and y
     "ecdf": ("rank / draws", "ECDF - uniform"),
@@ -101,10 +100,10 @@ def _draw(axes: Axes, panel: RankPanel, kind: str) -> None:
     axes.plot([0, 1], [0, kind == "coverage"], color=FAINT, lw=0.8)
     x, (y,) = panel.curve(kind)
     color = GOOD if panel.verdict.passed else BAD
-    axes.plot(x, y, color=color, lw=1.0, label=f"{panel.verdict.verdict}: {panel.name}")
+    axes.plot(x, y, color=color, lw=1.0)
     x_label, y_label = RANK_PLOTS[kind]
-    axes.set(xlim=(0, 1), xlabel=x_label, ylabel=y_label, title=panel.name)
-    axes.legend(loc="upper left" if kind == "coverage" else "best")
+    axes.set(xlim=(0, 1), xlabel=x_label, ylabel=y_label)
+    axes.set_title(f"{panel.name}: {panel.verdict.verdict}", color=color)
     if kind == "coverage":
         axes.set(ylim=(0, 1), aspect="equal")
         if panel.name != JOINT_TARP:

@@ -505,7 +505,7 @@ def test_figures_have_a_panel_for_every_site(kind, sites, tmp_path):
 def test_figures_name_what_they_cannot_draw(monkeypatch):
     result = calibrated(prior_guide, num_datasets=50, num_draws=9)
     titles = [axes.get_title(loc="left") for axes in result.plot(sites=["mu", "v"]).axes]
-    assert titles == ["mu", "v"]
+    assert [title.split(":")[0] for title in titles] == ["mu", "v"]
     with pytest.raises(ValueError, match="kind to be one of ecdf, coverage; got 'bars'"):
         result.plot("bars")
     with pytest.raises(ValueError, match="sites with ranks, .*; got 'x'"):
