@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from pyro_nami.deriving.collapsed import OPEN
 from pyro_nami.fit.chains import MOST_R_HAT, run_chains
-from pyro_nami.fit.posterior import Posterior, is_derived, learned
+from pyro_nami.fit.posterior import Posterior, derivation, learned
 from pyro_nami.fit.training import train
 from pyro_nami.fit.verdict import LEAST_EFFECTIVE, checked, of_weights, untrusted
 from pyro_nami.guide import first_latents
@@ -29,7 +29,8 @@ from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.importance import weighted_draws
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples
-from pyro_nami.messages import check_counts, quoted, warn
+from pyro_nami.messages import check_counts, once, quoted, warn
+from pyro_nami.program.first_run import unmarked
 from pyro_nami.program.flat_priors import is_improper
 from pyro_nami.program.isolation import forked_rng, kept_store, seed_rng
 from pyro_nami.program.program import Program
@@ -116,7 +117,7 @@ def fit(
     shown = "{desc} [{n_fmt} steps, {elapsed}]"
     bar = tqdm(desc="fit", bar_format=shown, leave=False, disable=not progress)
     search = _Fitting(Program(model, args, kwargs), max(draws, FEWEST), bar)
-    with random, bar, _without_other_guides(), poutine.block():
+    with random, bar, _without_other_guides(), poutine.block(), once():
         if seed is not None:
             seed_rng(seed)
         try:
@@ -149,9 +150,11 @@ class _Fitting:
     def posterior(self) -> Posterior:
         """Returns the posterior, by as many stages as it takes."""
         self._say("reading the model, deriving")
-        self.guide = AutoNaMIGuide(self.program.model).for_weights()
-        with torch.no_grad(), _without_log_of_modes():
-            self.guide(*self.program.args, **self.program.kwargs)
+        self._derive()
+        if any(site.marginalized for site in self.guide.bayesnet.sites.values()):
+            # Latents that are marked for enumeration by an ELBO are drawn here, as all others are.
+            self.program = self.program._replace(model=unmarked(self.program.model))
+            self._derive()
         self._check()
         self.guide.answer_for(*self.program.args, **self.program.kwargs)
         self.unseen = self.guide.mix() or 0.0
@@ -181,6 +184,12 @@ class _Fitting:
         return replace(self.found, judged=untrusted("the search was interrupted", "Let it end."))
 
     # ---- stages
+
+    def _derive(self) -> None:
+        """Makes the guide, whose first call derives what the model gives."""
+        self.guide = AutoNaMIGuide(self.program.model).for_weights()
+        with torch.no_grad(), _without_log_of_modes():
+            self.guide(*self.program.args, **self.program.kwargs)
 
     def _weighed(self, num: int = FEWEST) -> WeightedSamples:
         """Returns weighted draws of the guide."""
@@ -244,7 +253,7 @@ class _Fitting:
         if self.unseen > MOST_UNSEEN:
             judged = untrusted("searches keep finding further modes", MODES)
         else:
-            judged = of_weights(drawn, is_derived(self.guide), REMEDY)
+            judged = of_weights(drawn, derivation(self.guide), REMEDY)
         self.found = Posterior.of(drawn, self._target, judged)
 
     @property
