@@ -81,7 +81,7 @@ class Enumeration(ProbedExpansion):
         values = innermost(prior).enumerate_support(expand=False).reshape((-1, *event))
         place = self.group.members.index(name)
         if self.away is None:
-            states = torch.arange(self.count, device=values.device)
+            states = torch.arange(math.prod(self.group.elements), device=values.device)
             behind = math.prod(self.group.elements[place + 1 :])
             which = states // behind % len(values)
             return values[which].reshape((-1,) + (1,) * (len(batch) - 1) + event).expand(shape)
