@@ -222,15 +222,15 @@ class Proposal:
         return WeightedSamples(values, torch.where(lost, -torch.inf, log_weights), plates)
 
     def _impossible(self) -> str:
-        """Returns the message for draws that all have weight zero, with the sites that no draw gives a density."""
+        """Returns the message for draws that all have weight zero, with the sites that give one of them no density."""
         run = _weighed(self.target, self.target.one())
         names = [
             name for name, log_prob in run.log_p.items() if bool((log_prob == -torch.inf).any())
         ]
-        where = f" at {quoted(names)}" if names else ""
+        where = f", as the model's density is at {quoted(names)}" if names else ""
         return (
-            f"Expected at least one draw of positive weight; the model's density is zero{where} at all draws. Check "
-            "the data there for infinite or impossible values, and the supports of what it reads."
+            f"Expected at least one draw of positive weight; all weights are zero{where}. Check the data for infinite "
+            "or impossible values, and the supports of latents, or draw more."
         )
 
     def at_once(self, num: int) -> _Draws:

@@ -54,7 +54,7 @@ REFUSED = {
     "an infinite number": (
         normal,
         (torch.tensor([0.0, math.inf, 1.0]),),
-        "density is zero at 'y' at all draws.*infinite",
+        "all weights are zero, as the model's density is at 'y'.*infinite",
     ),
 }
 
