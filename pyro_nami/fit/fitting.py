@@ -100,7 +100,8 @@ def fit(
         Interrupted: at Ctrl-C, with what was found so far.
 
     Warns:
-        UserWarning: draws that are not to be trusted, with the reason; parameters of the model's own.
+        UserWarning: draws that are not to be trusted, with the reason; parameters of the model's own; latents of which
+            no further modes could be searched for.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -131,6 +132,7 @@ def fit(
             raise interrupted from error
     if not posterior.verdict.is_trusted:
         warn(f"The posterior is {posterior.verdict}")
+    _warn_of_modes(posterior.guide)
     return posterior
 
 
@@ -290,6 +292,20 @@ class _Fitting:
                     f"Expected a posterior; the one of '{name}' is improper: {note.reason}. Give {quoted(flat)} a "
                     "proper prior, or more data."
                 )
+
+
+def _warn_of_modes(guide: Any) -> None:
+    """Warns where modes could not be searched for, as weights and chains tell little of a mode without draws."""
+    failed = first_latents.FAILED_SEARCH
+    reasons = {name: guide.rules[name].reason for name in learned(guide)}
+    unsearched = {name: each for name, each in reasons.items() if failed in each}
+    if unsearched:
+        reason = next(iter(unsearched.values()))
+        warn(
+            f"No further modes of {quoted(unsearched)} were looked for, so draws may be of one of several, whatever "
+            f"the verdict: {reason[reason.index(failed) :]}. Let the model take latents with batch dims on the left "
+            f"(`alpha[..., index]`). {MODES}"
+        )
 
 
 def _fewer(posterior: Posterior, num: int) -> Posterior:

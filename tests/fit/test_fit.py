@@ -533,3 +533,20 @@ def test_a_verdict_on_discrete_latents_tells_no_error_of_their_sds():
         pyro.sample("y", dist.Normal(1.0 * z, 1.0), obs=y)
 
     assert "sds" not in fitted(two, torch.tensor(1.0)).verdict
+
+
+def test_modes_that_cannot_be_searched_for_are_told(monkeypatch):
+    """A mixture whose components may change places, by a model that takes no further batch dims."""
+
+    def mixture(y):
+        with pyro.plate("components", 2):
+            loc = pyro.sample("loc", dist.Normal(0.0, 5.0))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(2) / 2))
+            own = loc[z] if loc.dim() == 1 else loc.gather(-1, z)
+            pyro.sample("y", dist.Normal(own, 1.0), obs=y)
+
+    monkeypatch.setattr(fitting, "CHAINS", 0.1)
+    monkeypatch.setattr(fitting, "TRAINING", 0.1)
+    with pytest.warns(UserWarning, match="No further modes of 'loc' were looked for"):
+        fitted(mixture, torch.tensor([-3.0, -2.5, 3.0, 4.0]), draws=1000)
