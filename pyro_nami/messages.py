@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral
 from typing import Any
 
-__all__ = ["OneByOne", "aligned", "check_counts", "quoted", "warn"]
+__all__ = ["OneByOne", "aligned", "check_counts", "once", "quoted", "warn"]
 
 _PASSED_OVER = ("pyro_nami", "pyro", "torch", "contextlib")
+
+
+_SAID: ContextVar[set[type[Warning]] | None] = ContextVar("_SAID", default=None)
 
 
 class OneByOne(UserWarning):
@@ -18,7 +23,15 @@ class OneByOne(UserWarning):
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the innermost line of the call stack that is outside of this package, Pyro and torch."""
+    """Warns at the innermost line of the call stack that is outside of this package, Pyro and torch.
+
+    Within `once`, a category of this package is warned of a single time.
+    """
+    said = _SAID.get()
+    if said is not None and category is not UserWarning:
+        if category in said:
+            return
+        said.add(category)
     frame, level = sys._getframe(1), 2
     while (
         frame.f_back is not None
@@ -26,6 +39,16 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+@contextmanager
+def once() -> Iterator[None]:
+    """Has each category of warnings of this package, `OneByOne`, come up once in one call of a user's."""
+    token = _SAID.set(set())
+    try:
+        yield
+    finally:
+        _SAID.reset(token)
 
 
 def check_counts(**counts: Any) -> None:

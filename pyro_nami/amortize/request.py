@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pyro import poutine
-
 from pyro_nami.amortize.sizes import arguments_of
 from pyro_nami.fit.fitting import Interrupted
 from pyro_nami.guide.nami import AutoNaMIGuide
@@ -19,6 +17,7 @@ from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
 from pyro_nami.inference.site_messages import with_idle_dims
 from pyro_nami.inference.workers import PartOfDraws, drawn
 from pyro_nami.messages import warn
+from pyro_nami.program.first_run import unmarked
 from pyro_nami.program.runner import signature_of
 
 __all__ = [
@@ -150,8 +149,7 @@ def source_of(
         return structure.of(model)
     simulator = Simulator(model, args, kwargs, observed)
     if simulator.enumerates and not marked:
-        model = poutine.infer_config(model, lambda site: {"enumerate": None})  # type: ignore[typeddict-item]
-        simulator = Simulator(model, args, kwargs, observed)
+        simulator = Simulator(unmarked(model), args, kwargs, observed)
     return simulator
 
 

@@ -3,7 +3,7 @@
 The network says who is conditioned on; probing the model says whether a form holds:
 
 - one latent whose prior is an exponential family that its children add to (`exponential_families`);
-- one discrete latent with few values (`enumeration`);
+- one discrete latent with few values, or several in the same plates (`enumeration`);
 - latents that are jointly linear and Gaussian given the rest, whatever their plates
   (`joint_gaussian`);
 - latents with Gaussian priors and children of concave log density: one or two single numbers by a
@@ -21,6 +21,7 @@ which are exact in a given inverse. `relations` reads the network for both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,9 @@ MOST_DENSE = 500
 # Latents that are tried one by one, each by several runs of the model; of more, latents of the same plates are tried
 # together. Ten times more let long chains take minutes.
 MOST_TRIED = 12
+# States that several discrete latents have together, each a point of one run of the model: eight binary ones. At ten
+# times more, a step of training takes seconds; at a tenth, only four are exact.
+MOST_STATES = 256
 COMPILED = "a compiled objective takes a mode for a constant, and its mode moves with what is drawn before, or learned"
 # The model's own weights with which a mode moves, so that it is searched for anew in each step. At equal seconds, modes
 # are as good as networks with two weights, and worse with 100 and more.
@@ -185,8 +189,7 @@ class Finder:
                 if member != name:
                     self.refused.setdefault(name, _LATER.format(member))
                 return []
-            data = relations.data(member)
-            near = relations.children(member).union(*map(relations.parents, [member, *data]))
+            near = relations.near(member)
             before = relations.latent_children(member).difference(left)
             if before:
                 self.refused.setdefault(
@@ -218,6 +221,11 @@ class Finder:
             alone = not self._is_normal(name) and not relations.latent_children(name)
             if alone and data.isdisjoint(taken) and self._is_block([name]):
                 single.append(name)
+                taken |= data
+        for names in self._enumerated(latents):
+            data = set().union(*map(relations.data, names))
+            if data.isdisjoint(taken) and self._is_block(names):
+                single += names
                 taken |= data
         if not block and not single:
             return []
@@ -289,6 +297,19 @@ class Finder:
         group = self._group(names)
         return group is not None and self.holding(group, near) is not None
 
+    def _enumerated(self, latents: Sequence[str]) -> Iterator[list[str]]:
+        """Yields the groups of two and more discrete latents that hang together by data or priors."""
+        left = [name for name in latents if self._form(name) == "enumeration"]
+        while left:
+            names = [left.pop(0)]
+            for name in names:  # which grows
+                near = self.relations.near(name)
+                names += [other for other in left if other in near]
+                left = [other for other in left if other not in near]
+            outside = set().union(*map(self.relations.latent_children, names)).difference(names)
+            if len(names) > 1 and not outside:
+                yield sorted(names, key=latents.index)
+
     # ---- by the network
 
     def _is_able(self, name: str) -> bool:
@@ -316,8 +337,10 @@ class Finder:
             yield "a fixed point is found of bounds on binary latents only; 'bounded' learns the parameters of others"
         for each in sorted(relations.needed([name]), key=str):
             is_counted = each not in nodes or relations.fn(each).has_enumerate_support
-            is_bounded = bounded and each in nodes and self._form(each) == "Bernoulli"
-            if is_counted and not is_bounded:
+            is_alike = (
+                each in nodes and form in ("enumeration", "Bernoulli") and self._form(each) == form
+            )
+            if is_counted and not is_alike:
                 yield f"its density reads '{each}', which is discrete"
         for child in sorted(relations.data(name), key=str) if bounded else ():
             fn = relations.fn(child)
@@ -390,13 +413,16 @@ class Finder:
         )
         if not all(map(self._is_normal, names)):
             form, *others = set(map(self._form, names))
-            if form is None or others or len(names) > 1 and form != "Bernoulli":
+            if form is None or others:
+                return None
+            if form == "enumeration":
+                return self._of_states(group)
+            if len(names) > 1 and form != "Bernoulli":
                 return None
             if states := self.states.get(names[0]):
                 band = states.width, states.back, states.span
                 return group._replace(form=form, elements=(max(1, states.values),), band=band)
-            count = num_values(self.relations.fn(names[0])) if form == "enumeration" else None
-            return group._replace(form=form, elements=(count,) if count else ())
+            return group._replace(form=form, elements=())
         parents = self.relations.parents
         if any(parents(name).intersection(names[i:]) for i, name in enumerate(names)):
             return None  # in a block, a prior reads the members drawn before it
@@ -410,6 +436,20 @@ class Finder:
             elements=tuple(elements.values()),
             flat=frozenset(self.flat.intersection(names)),
         )
+
+    def _of_states(self, group: ConjugateGroup) -> ConjugateGroup | None:
+        """Returns discrete latents as a group; None if several have too many states, other plates, or masks."""
+        relations, names = self.relations, group.members
+        counts = tuple(num_values(relations.fn(name)) or 1 for name in names)
+        if len(names) > 1:
+            is_masked = any(own_mask(relations.nodes[name]) is not None for name in names)
+            if len({relations.frames[name] for name in names}) > 1 or is_masked:
+                return None
+            if math.prod(counts) > MOST_STATES:
+                reason = f"it and others have {math.prod(counts)} states, more than {MOST_STATES}"
+                self.refused.update(dict.fromkeys(names, reason))
+                return None
+        return group._replace(form="enumeration", elements=counts)
 
     def _bound(self, names: Sequence[str]) -> str:
         """Returns the kind of bound on the likelihood in the conditionals of some latents; "" for no bound."""

@@ -93,6 +93,10 @@ class Relations:
         """Returns the observed children of a latent."""
         return self.children(name).intersection(self.net.observed)
 
+    def near(self, name: Any) -> set:
+        """Returns a latent's children and parents, and all parents of its data."""
+        return self.children(name).union(*map(self.parents, [name, *self.data(name)]))
+
     def needed(self, names: Sequence[str]) -> frozenset:
         """Returns the latents that the density of some latents and their data reads."""
         data = set().union(*map(self.data, names))

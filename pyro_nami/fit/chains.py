@@ -217,6 +217,7 @@ class Chains:
         }
 
     @torch.no_grad()
+    @pyro.validation_enabled(False)
     def draws(self, drawn: WeightedSamples) -> WeightedSamples:
         """Returns the last draws, of equal weight, in place of weighted draws."""
         last = self._last(self.num)

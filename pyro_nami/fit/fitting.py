@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from pyro_nami.deriving.collapsed import OPEN
 from pyro_nami.fit.chains import MOST_R_HAT, run_chains
-from pyro_nami.fit.posterior import Posterior, is_derived, learned
+from pyro_nami.fit.posterior import Posterior, derivation, learned
 from pyro_nami.fit.training import train
 from pyro_nami.fit.verdict import LEAST_EFFECTIVE, checked, of_weights, untrusted
 from pyro_nami.guide import first_latents
@@ -29,7 +29,8 @@ from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.importance import weighted_draws
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, WeightedSamples
-from pyro_nami.messages import check_counts, quoted, warn
+from pyro_nami.messages import check_counts, once, quoted, warn
+from pyro_nami.program.first_run import unmarked
 from pyro_nami.program.flat_priors import is_improper
 from pyro_nami.program.isolation import forked_rng, kept_store, seed_rng
 from pyro_nami.program.program import Program
@@ -99,7 +100,8 @@ def fit(
         Interrupted: at Ctrl-C, with what was found so far.
 
     Warns:
-        UserWarning: draws that are not to be trusted, with the reason; parameters of the model's own.
+        UserWarning: draws that are not to be trusted, with the reason; parameters of the model's own; latents of which
+            no further modes could be searched for.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -116,7 +118,7 @@ def fit(
     shown = "{desc} [{n_fmt} steps, {elapsed}]"
     bar = tqdm(desc="fit", bar_format=shown, leave=False, disable=not progress)
     search = _Fitting(Program(model, args, kwargs), max(draws, FEWEST), bar)
-    with random, bar, _without_other_guides(), poutine.block():
+    with random, bar, _without_other_guides(), poutine.block(), once():
         if seed is not None:
             seed_rng(seed)
         try:
@@ -130,6 +132,7 @@ def fit(
             raise interrupted from error
     if not posterior.verdict.is_trusted:
         warn(f"The posterior is {posterior.verdict}")
+    _warn_of_modes(posterior.guide)
     return posterior
 
 
@@ -149,9 +152,11 @@ class _Fitting:
     def posterior(self) -> Posterior:
         """Returns the posterior, by as many stages as it takes."""
         self._say("reading the model, deriving")
-        self.guide = AutoNaMIGuide(self.program.model).for_weights()
-        with torch.no_grad(), _without_log_of_modes():
-            self.guide(*self.program.args, **self.program.kwargs)
+        self._derive()
+        if any(site.marginalized for site in self.guide.bayesnet.sites.values()):
+            # Latents that are marked for enumeration by an ELBO are drawn here, as all others are.
+            self.program = self.program._replace(model=unmarked(self.program.model))
+            self._derive()
         self._check()
         self.guide.answer_for(*self.program.args, **self.program.kwargs)
         self.unseen = self.guide.mix() or 0.0
@@ -181,6 +186,12 @@ class _Fitting:
         return replace(self.found, judged=untrusted("the search was interrupted", "Let it end."))
 
     # ---- stages
+
+    def _derive(self) -> None:
+        """Makes the guide, whose first call derives what the model gives."""
+        self.guide = AutoNaMIGuide(self.program.model).for_weights()
+        with torch.no_grad(), _without_log_of_modes():
+            self.guide(*self.program.args, **self.program.kwargs)
 
     def _weighed(self, num: int = FEWEST) -> WeightedSamples:
         """Returns weighted draws of the guide."""
@@ -244,7 +255,7 @@ class _Fitting:
         if self.unseen > MOST_UNSEEN:
             judged = untrusted("searches keep finding further modes", MODES)
         else:
-            judged = of_weights(drawn, is_derived(self.guide), REMEDY)
+            judged = of_weights(drawn, derivation(self.guide), REMEDY)
         self.found = Posterior.of(drawn, self._target, judged)
 
     @property
@@ -281,6 +292,20 @@ class _Fitting:
                     f"Expected a posterior; the one of '{name}' is improper: {note.reason}. Give {quoted(flat)} a "
                     "proper prior, or more data."
                 )
+
+
+def _warn_of_modes(guide: Any) -> None:
+    """Warns where modes could not be searched for, as weights and chains tell little of a mode without draws."""
+    failed = first_latents.FAILED_SEARCH
+    reasons = {name: guide.rules[name].reason for name in learned(guide)}
+    unsearched = {name: each for name, each in reasons.items() if failed in each}
+    if unsearched:
+        reason = next(iter(unsearched.values()))
+        warn(
+            f"No further modes of {quoted(unsearched)} were looked for, so draws may be of one of several, whatever "
+            f"the verdict: {reason[reason.index(failed) :]}. Let the model take latents with batch dims on the left "
+            f"(`alpha[..., index]`). {MODES}"
+        )
 
 
 def _fewer(posterior: Posterior, num: int) -> Posterior:

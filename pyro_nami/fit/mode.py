@@ -64,5 +64,5 @@ def highest(
         )
         return dict(draw)
     with torch.no_grad():
-        values = path.at(position).values
+        values = path.at(position.detach()).values
     return {name: values[name].reshape(value.shape).to(value) for name, value in draw.items()}

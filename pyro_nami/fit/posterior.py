@@ -34,9 +34,10 @@ from pyro_nami.program.vectorized import unmapped
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Posterior", "is_derived", "learned"]
+__all__ = ["Posterior", "derivation", "learned"]
 
-DERIVED = {"exact", "quadrature", "prior"}  # rules of conditionals in closed form
+DERIVED = {"exact", "quadrature", "prior"}  # rules of conditionals in closed form, or on a grid
+MOST_NAMED = 3  # latents in a sentence
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,7 +104,7 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         if self.judged is not None:
             return self.judged
         remedy = "Ask for more draws, or train the guide for longer."
-        return of_weights(self, self.target is not None and is_derived(self.guide), remedy)
+        return of_weights(self, "" if self.target is None else derivation(self.guide), remedy)
 
     # ---- densities
 
@@ -354,10 +355,19 @@ def learned(guide: Any) -> list[str]:
     return [name for name, note in guide.rules.items() if note.rule == "learned"]
 
 
-def is_derived(guide: Any) -> bool:
-    """Returns whether all conditionals of a guide are in closed form, or on a grid."""
+def derivation(guide: Any) -> str:
+    """Returns how all conditionals of a guide are derived, as words of a verdict; empty if some are not derived."""
     rules = getattr(guide, "rules", None)
-    return rules is not None and {note.rule for note in rules.values()} <= DERIVED
+    if rules is None or not {note.rule for note in rules.values()} <= DERIVED:
+        return ""
+    on_grid = [name for name, note in rules.items() if note.rule == "quadrature"]
+    if not on_grid:
+        return "all conditionals are in closed form"
+    if len(on_grid) == len(rules):
+        return "all conditionals are by quadrature"
+    more = "" if len(on_grid) <= MOST_NAMED else f" and {len(on_grid) - MOST_NAMED} more"
+    named = quoted(on_grid[:MOST_NAMED]) + more
+    return f"conditionals are in closed form, or by quadrature ({named})"
 
 
 def _log_joint(sites: Mapping[str, Any], extent: Extent) -> dict[str, Tensor]:

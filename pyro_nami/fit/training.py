@@ -9,6 +9,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
@@ -22,6 +23,9 @@ from pyro_nami.program.many_draws import FEWEST_DRAWS
 __all__ = ["train"]
 
 
+@pyro.validation_enabled(
+    False
+)  # a draw outside of a support has an infinite loss, and ends nothing
 def train(
     target: Target,
     drawn: WeightedSamples,
@@ -76,6 +80,10 @@ def train(
         now = loss()
         if now <= best:
             best, weights = now, copy.deepcopy(guide.state_dict())
+        if math.isinf(
+            now
+        ):  # a draw has left a support that latents move, and no gradient leads back
+            break
         before, found = time.process_time(), weigh()
         per_effective = (time.process_time() - before) / float(found.effective_sample_size)
         if found.pareto_k <= K_MAX and num * per_effective < 2 * a_round:

@@ -26,7 +26,8 @@ class Verdict(str):
         kind: ``"exact"``, ``"checked"`` or ``"not to be trusted"``; the sentence begins with it.
         reason: what was found, and where draws are not to be trusted what to do.
         error: by how much a mean may be off, in posterior standard deviations (two standard errors).
-        spread: by what share a standard deviation may be off at most, of any latent (two standard errors).
+        spread: by what share a standard deviation may be off at most, of any continuous latent (two standard errors);
+            0 if there is none, and then not told.
         worst: the latent of which it may be so far off.
 
     Example:
@@ -48,7 +49,8 @@ class Verdict(str):
     ) -> Verdict:
         percent = format(100 * spread, ".2g" if spread < TOLD_SPREAD else ".0f")
         named = f" (worst: '{worst}')" if worst and spread > TOLD_SPREAD else ""
-        text = f"{kind}: {reason}; means are within {error:.2g} sd, sds within {percent}%{named}."
+        sds = f", sds within {percent}%{named}" if spread else ""
+        text = f"{kind}: {reason}; means are within {error:.2g} sd{sds}."
         if not math.isfinite(error):
             text = f"{kind}, because {reason}"
         verdict = super().__new__(cls, text)
@@ -80,12 +82,12 @@ def untrusted(reason: str, remedy: str) -> Verdict:
     return Verdict("not to be trusted", f"{reason}. {remedy}", math.inf, math.inf)
 
 
-def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict:
+def of_weights(drawn: WeightedSamples, derivation: str, remedy: str) -> Verdict:
     """Returns the verdict of importance weights, of one data set; for several the verdict on the worst.
 
     Args:
         drawn: weighted draws.
-        is_derived: whether all conditionals of the guide are in closed form.
+        derivation: how all conditionals of the guide are derived, in words; empty if some are not.
         remedy: what to do about draws that are not to be trusted.
     """
     k, effective = float(drawn.pareto_k.max()), float(drawn.effective_sample_size.min())
@@ -94,8 +96,8 @@ def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict
         return untrusted(reason, "`pyro_nami.calibrate` tells how the guide does on average.")
     spread = float(drawn.log_weights.std(0).max()) if drawn.num_samples > 1 else math.inf
     is_resampled = drawn.pool is not None and bool((drawn.pool.draws > 0).any())
-    if is_derived and spread <= MOST_SPREAD and not is_resampled:
-        agreed = f"all conditionals are in closed form, and log weights agree to {spread:.1g} nats"
+    if derivation and spread <= MOST_SPREAD and not is_resampled:
+        agreed = f"{derivation}, and log weights agree to {spread:.1g} nats"
         return Verdict("exact", agreed, _error(effective), *_spread(drawn, effective))
     if not k <= K_MAX:
         return untrusted(f"the importance weights have a heavy tail (k-hat {k:.2f})", remedy)

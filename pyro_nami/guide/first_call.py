@@ -21,6 +21,7 @@ from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.options import Options
 from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.computed_data import located
+from pyro_nami.program.first_data import checked_run
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import dropping, forked_rng, seed_rng, untouched
@@ -145,7 +146,8 @@ def first_call(
         learned: whether networks are to say what its states are; see `find_loops`.
         located_data: whether data that the model computes from latents are shown as `LocatedData` has them.
     """
-    prototype = first_run(program, options.init_loc_fn or near_origin)
+    start = options.init_loc_fn or near_origin
+    prototype = checked_run(program, partial(first_run, program, start))
     lifted = lifted and not random_layers and _has_steps(prototype.nodes, learned)
     if not lifted:
         prototype = _started(program, options, prototype)

@@ -49,6 +49,7 @@ from pyro_nami.program.site_values import any_value
 
 __all__ = [
     "CHECKED_DRAWS",
+    "FAILED_SEARCH",
     "FEW_NUMBERS",
     "check_first",
     "first_conditionals",
@@ -72,6 +73,7 @@ MANY_DATA = 100
 # data are so large beside their noise that single precision tells no better. Networks are off by dozens there, so ten
 # times more would leave little of what a grid gains.
 MOST_ROUGH = 1.0
+FAILED_SEARCH = "a search for its mode fails"
 
 
 def first_ones(
@@ -256,8 +258,8 @@ def _checked(group: ConjugateGroup, joint: _Joint) -> tuple[str, dict[str, str]]
         most = min(MAX_ERROR + rounding, MOST_ROUGH) if group.is_exact else MOST_ROUGH
         return "" if spread < most else f"by quadrature it is off by {spread:.2g} nats", {}
     except Exception as error:  # noqa: BLE001  whatever a model does at values far out
-        how = "quadrature" if group.is_tabulated else "a search for its mode"
-        return f"{how} fails with {type(error).__name__}: {error}", {}
+        how = "quadrature fails" if group.is_tabulated else FAILED_SEARCH
+        return f"{how} with {type(error).__name__}: {error}", {}
 
 
 def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:

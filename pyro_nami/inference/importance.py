@@ -40,7 +40,7 @@ from pyro_nami.inference.target import (
     summed,
 )
 from pyro_nami.inference.weighted_samples import WeightedSamples, warn_of_bad
-from pyro_nami.messages import OneByOne, check_counts, warn
+from pyro_nami.messages import OneByOne, check_counts, quoted, warn
 from pyro_nami.program.first_run import is_delta
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.many_draws import differing_site, few_draws
@@ -216,8 +216,22 @@ class Proposal:
             if 2 * lost.sum() >= lost.numel():
                 raise BadDensity(f"Expected {fault}. {CHECK}")
             warn(f"Expected {fault}, which have weight zero. {CHECK}")
+        if (log_weights == -torch.inf).all():
+            raise BadDensity(proposal._impossible())
         plates = {name: plate_names(self.single.model[name]) for name in self.latents}
         return WeightedSamples(values, torch.where(lost, -torch.inf, log_weights), plates)
+
+    def _impossible(self) -> str:
+        """Returns the message for draws that all have weight zero, with the sites that give one of them no density."""
+        run = _weighed(self.target, self.target.one())
+        names = [
+            name for name, log_prob in run.log_p.items() if bool((log_prob == -torch.inf).any())
+        ]
+        where = f", as the model's density is at {quoted(names)}" if names else ""
+        return (
+            f"Expected at least one draw of positive weight; all weights are zero{where}. Check the data for infinite "
+            "or impossible values, and the supports of latents, or draw more."
+        )
 
     def at_once(self, num: int) -> _Draws:
         """Returns draws of one run for all; weights may be NaN."""

@@ -26,6 +26,7 @@ __all__ = [
     "is_passing",
     "is_transparent",
     "subsamples",
+    "unmarked",
 ]
 
 
@@ -66,6 +67,11 @@ def is_latent(site: Any) -> bool:
 def is_enumerated(site: Any) -> bool:
     """Whether the model sums a site out, by parallel enumeration."""
     return site["infer"].get("enumerate") == "parallel"
+
+
+def unmarked(model: Callable) -> Callable:
+    """Returns a model that marks no latent for enumeration, so that all are drawn."""
+    return poutine.infer_config(model, lambda site: {"enumerate": None})  # type: ignore[typeddict-item]
 
 
 def is_passing(site: Any) -> bool:

@@ -186,11 +186,14 @@ class Probe:
     ) -> Run:
         """Runs the model with ``values``, else what ``draw`` returns, else the base values.
 
-        An observed site whose value is an argument of the model is changed by changing the argument. ``note`` sees the
-        message of each site once it has its value.
+        An observed site whose value is an argument of the model is changed by changing the argument. Others whose data
+        are the same argument, or a part of it, keep their data. ``note`` sees the message of each site once it has its
+        value.
         """
         self.runs += 1
-        swaps = {id(self.base[name]): values[name] for name in self.arguments if name in values}
+        base = self.base
+        named = [name for name in self.arguments if values.get(name, base[name]) is not base[name]]
+        swaps = {id(base[name]): values[name] for name in named}
         args = tuple(swaps.get(id(value), value) for value in self.program.args)
         kwargs = {key: swaps.get(id(value), value) for key, value in self.program.kwargs.items()}
 
@@ -198,9 +201,9 @@ class Probe:
             name, value = msg["name"], values.get(msg["name"])
             if value is None and not site_is_subsample(msg):
                 value = draw(msg)
-            return self.base.get(name) if value is None and not msg["is_observed"] else value
+            return base.get(name) if value is None and not msg["is_observed"] else value
 
-        run = _run(self.program._replace(args=args, kwargs=kwargs), choose, note, self.base)
+        run = _run(self.program._replace(args=args, kwargs=kwargs), choose, note, base, swaps)
         self._check_sites(run)
         return run
 
@@ -276,6 +279,7 @@ def _run(
     choose: Choose,
     note: Note = lambda msg: None,
     base: Values = MappingProxyType({}),
+    swaps: Mapping[int, Any] = MappingProxyType({}),
 ) -> Run:
     """Runs a program with chosen values at its sites.
 
@@ -284,6 +288,7 @@ def _run(
         choose: message of a site, or of a plate of which the model takes a part -> its value; None: as it comes.
         note: sees the message of each site once it has its value.
         base: site -> value in the base run, which stands for the data of a site whose argument is changed.
+        swaps: the arguments that are changed, by `id` of what they were in the base run.
     """
     values: dict[str, Any] = {}
     sites: dict[str, Any] = {}
@@ -294,7 +299,10 @@ def _run(
             return None
         name, value = msg["name"], choose(msg)
         if msg["is_observed"]:
-            data[name] = base[name] if value is msg["value"] else msg["value"]
+            is_argument = any(
+                _is_same_part(msg["value"], base[name], new) for new in swaps.values()
+            )
+            data[name] = base[name] if is_argument else msg["value"]
         return value
 
     def noted(msg: Any) -> None:
@@ -311,6 +319,20 @@ def _run(
     except Exception as raised:  # noqa: BLE001  whatever a model does at values that it was not written for
         error = raised
     return Run(values, sites, error)
+
+
+def _is_same_part(value: Any, before: Any, argument: Any) -> bool:
+    """Whether a value is the view of a changed argument that ``before`` is of the argument as it was."""
+    if value is argument:
+        return True
+    if not all(isinstance(each, Tensor) for each in (value, before, argument)):
+        return False
+    places = [(each.shape, each.stride(), each.storage_offset()) for each in (value, before)]
+    return places[0] == places[1] and _memory(value) == _memory(argument)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _first_value(msg: Any, init: Callable[[dict], Tensor] | None, drawing: bool) -> Any:

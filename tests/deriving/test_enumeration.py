@@ -256,21 +256,17 @@ def hidden_chain(y):
         pyro.sample(f"y{t}", dist.Normal(z, 1.0), obs=value)
 
 
-def test_a_chain_of_states_is_exact_nowhere_but_at_its_end():
-    """All that a state is enumerated for are its data, so its neighbours have to come before."""
-    guide = AutoNaMIGuide(hidden_chain)
-    guide(Y[:3])
-    values = {name: value.detach() for name, value in guide(Y[:3]).items()}
-    nodes = poutine.trace(poutine.condition(guide, values)).get_trace(Y[:3]).nodes
-    for name in guide.conjugate:
-        joint = []
-        for state in (0.0, 1.0):
-            total = poutine.trace(
-                poutine.condition(hidden_chain, {**values, name: torch.tensor(state)})
-            )
-            joint.append(total.get_trace(Y[:3]).log_prob_sum())
-        expected = torch.stack(joint).log_softmax(0)[values[name].long()]
-        torch.testing.assert_close(nodes[name]["fn"].log_prob(values[name]).detach(), expected)
+def test_a_short_chain_of_states_is_enumerated_as_a_whole():
+    names = ("z0", "z1", "z2")
+    guide = made(hidden_chain, Y[:3], exact=names)
+    joint, found = [], []
+    for state in itertools.product(torch.tensor([0.0, 1.0]), repeat=3):
+        values = dict(zip(names, state))
+        run = poutine.trace(poutine.condition(hidden_chain, values)).get_trace(Y[:3])
+        joint.append(run.log_prob_sum())
+        found.append(guide.log_prob(values, Y[:3]).detach())
+    expected = torch.stack(joint).log_softmax(0)
+    torch.testing.assert_close(torch.stack(found), expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("count, exact", [(64, ("z",)), (65, ())])
@@ -280,3 +276,100 @@ def test_64_values_are_the_most(count, exact):
         pyro.sample("y", dist.Normal(z / 10.0, 1.0), obs=y)
 
     made(model, Y[0], exact=exact)
+
+
+# ---- several latents together
+
+
+def binary(name, share):
+    return pyro.sample(name, dist.Bernoulli(share))
+
+
+def common_datum(x):
+    """Four causes of one datum, which its noise does not tell apart."""
+    a, b, c, d = (binary(name, share) for name, share in zip("abcd", (0.3, 0.4, 0.5, 0.2)))
+    pyro.sample("x", dist.Normal(a + 2 * b + 1.5 * c * d + a * d, 0.7), obs=x)
+
+
+def sprinkler(x):
+    """Rain moves whether the sprinkler is on, and both wet the grass."""
+    a = binary("a", 0.2)
+    b = binary("b", 0.4 - 0.39 * a)
+    pyro.sample("x", dist.Bernoulli(0.01 + 0.8 * a + 0.1 * b + 0.08 * a * b), obs=(x > 0).double())
+
+
+def steps_of_three(x):
+    """A chain too short for a loop, of latents of three values, in a plate, one of them one-hot."""
+    moves = torch.tensor([[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.1, 0.3, 0.6]], dtype=x.dtype)
+    with pyro.plate("rows", 3):
+        a = pyro.sample("a", dist.Categorical(moves[0]))
+        b = pyro.sample("b", dist.OneHotCategorical(Vindex(moves)[a]))
+        pyro.sample("x", dist.Normal((b * torch.arange(3)).sum(-1) - a, 1.0), obs=x + Y[:3])
+
+
+def joint_states(model, x):
+    """Returns the log joint density of all states, ``(states, rows)``, and these, from runs of the model."""
+    trace = poutine.trace(model).get_trace(x)
+    supports = {
+        name: list(trace.nodes[name]["fn"].enumerate_support(expand=True))
+        for name in trace.stochastic_nodes
+        if name in "abcd"
+    }
+    states = [dict(zip(supports, each)) for each in itertools.product(*supports.values())]
+    heights = []
+    for state in states:
+        run = poutine.trace(poutine.condition(model, state)).get_trace(x)
+        run.compute_log_prob()
+        heights.append(sum(run.nodes[name]["log_prob"] for name in (*state, "x")))
+    return torch.stack(heights), states
+
+
+def enumerated(model, x, states):
+    guide = AutoNaMIGuide(model)
+    guide(x)
+    assert set(guide.conjugate) == set(states[0])
+    return guide
+
+
+@pytest.mark.parametrize("model", [common_datum, sprinkler, steps_of_three])
+def test_latents_that_data_join_are_enumerated_together(model):
+    x = torch.tensor(2.2, dtype=torch.float64)
+    heights, states = joint_states(model, x)
+    guide = enumerated(model, x, states)
+    with torch.no_grad():
+        found = torch.stack([guide.log_prob(state, x) for state in states])
+        loss = Trace_ELBO(5, vectorize_particles=True, max_plate_nesting=1).loss(model, guide, x)
+    rows = heights.reshape(len(states), -1)
+    assert loss == pytest.approx(-float(rows.logsumexp(0).sum()), abs=1e-9)
+    expected = rows.log_softmax(0).sum(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_latents_drawn_before_leave_the_states_exact():
+    """Given the location, the three binary latents have eight states."""
+
+    def model(x):
+        loc = pyro.sample("loc", dist.StudentT(4.0, 0.0, 1.0))
+        a, b, c = (binary(name, 0.3) for name in "abc")
+        pyro.sample("x", dist.Normal(loc + a + 2 * b - c, 0.5), obs=x)
+
+    x = torch.tensor(1.2, dtype=torch.float64)
+    guide = enumerated(model, x, [dict.fromkeys("abc")])
+    for loc in torch.tensor([-1.0, 0.4], dtype=torch.float64):
+        given = poutine.condition(model, {"loc": loc})
+        heights, states = joint_states(given, x)
+        found = torch.stack([guide.log_prob({**state, "loc": loc}, x) for state in states]).detach()
+        torch.testing.assert_close(
+            found.log_softmax(0), heights.log_softmax(0), rtol=1e-8, atol=1e-8
+        )
+
+
+def test_more_states_than_a_run_takes_leave_the_first_latents_to_be_learned():
+    def model(x):
+        total = sum(binary(f"z{i}", 0.3) for i in range(9))
+        pyro.sample("x", dist.Normal(total, 1.0), obs=x)
+
+    guide = AutoNaMIGuide(model)
+    guide(torch.tensor(1.0))
+    (learned,) = set(guide.rules) - set(guide.conjugate)
+    assert "512 states, more than 256" in guide.rules[learned].reason

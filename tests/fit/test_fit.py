@@ -1,6 +1,7 @@
 """`fit` against posteriors that are known: exact evidences, dense grids, two modes; and what it refuses."""
 
 import math
+import re
 from dataclasses import replace
 
 import pyro
@@ -10,11 +11,13 @@ import scipy.stats
 import torch
 from models import eight_schools, eight_schools_data, robust_walk
 from pyro.distributions import constraints
+from pyro.infer import config_enumerate
 
 from pyro_nami import Interrupted, Posterior, fit
 from pyro_nami.annealing.tempering import Start
 from pyro_nami.fit import chains, fitting
 from pyro_nami.inference.target import Target
+from pyro_nami.messages import OneByOne, once, warn
 from pyro_nami.program.program import Program
 
 Y, SIGMA = eight_schools_data()
@@ -466,3 +469,84 @@ def test_a_density_is_the_same_in_units_of_priors():
     root = given["scale"][..., None] * given["corr"]
     units = torch.linalg.solve(root[:, None], (given["z"] - torch.tensor([1.0, -1.0]))[..., None])
     torch.testing.assert_close(position[:, 0, -6:], units.flatten(1), atol=1e-3, rtol=1e-3)
+
+
+def test_what_a_model_marks_for_enumeration_is_drawn():
+    """An occupied site is seen or not: given y = 0 the odds of z = 1 are those of five misses."""
+
+    @config_enumerate
+    def occupancy(y):
+        with pyro.plate("sites", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.4))
+            pyro.sample("y", dist.Binomial(5, 0.2 * z), obs=y)
+
+    posterior = fitted(occupancy, torch.tensor([0.0, 2.0]))
+    missed = 0.4 * 0.8**5
+    expected = torch.tensor([missed / (missed + 0.6), 1.0])
+    assert posterior.verdict.kind == "exact"
+    torch.testing.assert_close(posterior.mean("z"), expected, rtol=0, atol=0.02)
+
+
+def test_a_warning_of_a_category_comes_up_once_in_a_call():
+    for _ in range(2):
+        with pytest.warns(UserWarning) as caught, once():
+            warn("the first stage runs draw by draw", OneByOne)
+            warn("and the second one", OneByOne)
+            warn("something else")
+        assert [each.category for each in caught] == [OneByOne, UserWarning]
+
+
+@pytest.mark.slow
+def test_an_unknown_start_of_the_data_ends_in_a_verdict(monkeypatch):
+    """Waiting times from an unknown start on: most draws are outside of the support of the data."""
+
+    def waits(y):
+        start, rate = (
+            pyro.sample("start", dist.Normal(0.0, 1.0)),
+            pyro.sample("rate", dist.Gamma(2.0, 2.0)),
+        )
+        shift = dist.transforms.AffineTransform(start, 1.0)
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.TransformedDistribution(dist.Exponential(rate), shift), obs=y)
+
+    monkeypatch.setattr(fitting, "CHAINS", 0.1)
+    monkeypatch.setattr(fitting, "TRAINING", 0.5)
+    posterior = fitted(waits, torch.tensor([1.0, 5.0, 2.5]))
+    assert posterior.verdict.is_trusted or "because" in posterior.verdict
+
+
+@pytest.mark.parametrize(
+    "model, args, words",
+    [
+        (schools, (SIGMA, Y), "all conditionals are in closed form"),
+        (eight_schools, (Y, SIGMA), r"in closed form, or by quadrature \('tau'\)"),
+    ],
+)
+def test_a_verdict_tells_closed_forms_from_grids(model, args, words):
+    verdict = fitted(model, *args, draws=1000).verdict
+    assert re.match(f"exact: .*{words}, and log weights agree to .* nats", verdict)
+
+
+def test_a_verdict_on_discrete_latents_tells_no_error_of_their_sds():
+    def two(y):
+        z = pyro.sample("z", dist.Categorical(torch.ones(3) / 3))
+        pyro.sample("y", dist.Normal(1.0 * z, 1.0), obs=y)
+
+    assert "sds" not in fitted(two, torch.tensor(1.0)).verdict
+
+
+def test_modes_that_cannot_be_searched_for_are_told(monkeypatch):
+    """A mixture whose components may change places, by a model that takes no further batch dims."""
+
+    def mixture(y):
+        with pyro.plate("components", 2):
+            loc = pyro.sample("loc", dist.Normal(0.0, 5.0))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(2) / 2))
+            own = loc[z] if loc.dim() == 1 else loc.gather(-1, z)
+            pyro.sample("y", dist.Normal(own, 1.0), obs=y)
+
+    monkeypatch.setattr(fitting, "CHAINS", 0.1)
+    monkeypatch.setattr(fitting, "TRAINING", 0.1)
+    with pytest.warns(UserWarning, match="No further modes of 'loc' were looked for"):
+        fitted(mixture, torch.tensor([-3.0, -2.5, 3.0, 4.0]), draws=1000)

@@ -72,6 +72,7 @@ def test_outside_of_a_support_there_is_no_density():
 
 def test_the_mode_is_that_of_the_density(posterior):
     assert float(posterior.map["mean"]) == pytest.approx(MEAN, abs=1e-3)
+    assert not posterior.map["mean"].requires_grad
 
 
 def test_where_the_density_has_no_bound_the_mode_says_so():

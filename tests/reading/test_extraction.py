@@ -662,3 +662,26 @@ class TestLeavesNothingBehind:
             for site in trace.nodes.values()
             if site["type"] == "sample" and site["value"] is not None
         )
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, None), slice(None, None, 2)])
+def test_data_of_two_sites_from_one_argument_are_no_dependence(part):
+    """Changes of the argument, by which what reads it is found, are no changes of the other site's data."""
+
+    def model(y):
+        z, scale = normal("z"), pyro.sample("scale", dist.HalfNormal(1.0))
+        with pyro.plate("n", len(y)):
+            normal("a", z, obs=y)
+        with pyro.plate("m", len(y[part])):
+            normal("b", z, scale, obs=y[part])
+
+    def reading(y):
+        model(y)
+        with pyro.plate("k", len(y) - 1):
+            normal("c", y[:-1], obs=y[1:])
+
+    y = torch.randn(6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert set(extract_bayesnet(model, y).edges) == {("z", "a"), ("z", "b"), ("scale", "b")}
+    assert ("a", "c") in extract_bayesnet(reading, y).edges  # whose location reads the data
