@@ -85,7 +85,7 @@ def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict
 
     Args:
         drawn: weighted draws.
-        is_derived: whether all conditionals of the guide are in closed form.
+        is_derived: whether all conditionals of the guide are in closed form, or on a grid.
         remedy: what to do about draws that are not to be trusted.
     """
     k, effective = float(drawn.pareto_k.max()), float(drawn.effective_sample_size.min())
@@ -95,7 +95,8 @@ def of_weights(drawn: WeightedSamples, is_derived: bool, remedy: str) -> Verdict
     spread = float(drawn.log_weights.std(0).max()) if drawn.num_samples > 1 else math.inf
     is_resampled = drawn.pool is not None and bool((drawn.pool.draws > 0).any())
     if is_derived and spread <= MOST_SPREAD and not is_resampled:
-        agreed = f"all conditionals are in closed form, and log weights agree to {spread:.1g} nats"
+        derived = "all conditionals are in closed form or on a grid"
+        agreed = f"{derived}, and log weights agree to {spread:.1g} nats"
         return Verdict("exact", agreed, _error(effective), *_spread(drawn, effective))
     if not k <= K_MAX:
         return untrusted(f"the importance weights have a heavy tail (k-hat {k:.2f})", remedy)

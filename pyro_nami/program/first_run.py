@@ -10,6 +10,7 @@ from pyro import poutine
 from pyro.distributions import Delta, NanMaskedMultivariateNormal, NanMaskedNormal
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
+from torch import Tensor
 
 from pyro_nami.factors.wrappers import layers
 from pyro_nami.program.program import Program
@@ -41,9 +42,33 @@ class _InitContinuous(InitMessenger):
 
 
 def first_run(program: Program, init_loc_fn: Callable) -> poutine.Trace:
-    """Returns the trace of a run with every continuous latent at its initial value."""
-    with _InitContinuous(init_loc_fn):
-        return poutine.trace(program.model).get_trace(*program.args, **program.kwargs)
+    """Returns the trace of a run with every continuous latent at its initial value.
+
+    Raises:
+        ValueError: as the model does; the message says so where arguments hold NaN.
+    """
+    try:
+        with _InitContinuous(init_loc_fn):
+            return poutine.trace(program.model).get_trace(*program.args, **program.kwargs)
+    except ValueError as error:
+        if hint := _of_nan(program):
+            raise ValueError(f"{error}\n{hint}") from error
+        raise
+
+
+def _of_nan(program: Program) -> str:
+    """Returns a sentence about the arguments that hold NaN; empty if none does."""
+    named = {f"argument {i}": value for i, value in enumerate(program.args)}
+    named |= {f"argument '{name}'": value for name, value in program.kwargs.items()}
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    with_nan = [name for name, value in tensors.items() if bool(value.isnan().any())]
+    if not with_nan:
+        return ""
+    return (
+        f"Of the model, {' and '.join(f'{name} holds NaN' for name in with_nan)}. If NaN stand for missing values: "
+        "observe data with obs_mask= and finite numbers in place of NaN, or by dist.NanMaskedNormal; give a covariate "
+        "with gaps a prior, and observe it with obs_mask=."
+    )
 
 
 def is_node(msg: Any) -> bool:
