@@ -198,11 +198,12 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         return WeightedSamples(samples, self.log_weights, self.plates, self.pool)
 
     def predict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Returns what the model gives at the draws and at other arguments: data, and names of values.
+        """Returns what the model gives at the draws and at other arguments: data, and values of `pyro.deterministic`.
 
-        Latents have the draws, whatever the arguments; those with other instances, where a plate has another size, are
-        the model's own given all others, and a warning names them. Innovations of a series have the draws as far as
-        the steps of the data go, and the model's own at further steps.
+        Latents have the posterior's draws. A latent of another shape, as in a plate of another size, is drawn anew as a
+        whole from the model's own conditional given the other latents, and a warning names it. Innovations that the
+        model sums up over the steps of a series (``e.cumsum(-1)``) keep their draws; those of further steps are drawn
+        from the model.
 
         Args:
             *args, **kwargs: of the model; without data, these are predicted.
@@ -297,7 +298,8 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
 
         Args:
             path: of the file.
-            model, *args, **kwargs: as `fit` was given them; without a model there are draws and their summaries alone.
+            model: as `fit` was given it, for `predict`; without it there are draws and their summaries alone.
+            *args, **kwargs: as `fit` was given them, the data among them, for `log_prob`, `map` and `conditional`.
         """
         held = torch.load(path, weights_only=True)
         pool = None if held["pool"] is None else Pool(*held["pool"])
