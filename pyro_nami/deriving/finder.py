@@ -423,6 +423,7 @@ class Finder:
 
 def _no_form(fn: Any) -> str:
     """Returns why a prior has no closed form: its kind, or its number of values."""
-    if num_values(fn) is None and (count := num_values(fn, most=sys.maxsize)) is not None:
+    count = num_values(fn, most=sys.maxsize)
+    if count is not None and num_values(fn) is None:
         return f"it has {count} values, more than are enumerated"
     return f"no closed form is known for a prior of type {type(innermost(fn)).__name__}"

@@ -51,9 +51,10 @@ def first_run(program: Program, init_loc_fn: Callable) -> poutine.Trace:
         with _InitContinuous(init_loc_fn):
             return poutine.trace(program.model).get_trace(*program.args, **program.kwargs)
     except ValueError as error:
-        if hint := _of_nan(program):
-            raise ValueError(f"{error}\n{hint}") from error
-        raise
+        hint = _of_nan(program)
+        if not hint:
+            raise
+        raise ValueError(f"{error}\n{hint}") from error
 
 
 def _of_nan(program: Program) -> str:
