@@ -6,8 +6,8 @@ import runpy
 import pytest
 from scripts import ROOT
 
-# Pages whose Python blocks are run by tests, or are set beside another package's, and not by the site.
-NOT_CELLS = {"guide.md", "simulators.md"}
+# Pages whose Python blocks are run by tests, and not by the site.
+NOT_CELLS = {"guide.md"}
 
 
 @pytest.fixture(scope="module")

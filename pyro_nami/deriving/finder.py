@@ -22,8 +22,10 @@ which are exact in a given inverse. `relations` reads the network for both.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyro.distributions as dist
 
@@ -277,7 +279,9 @@ class Finder:
             for name in kept:
                 outside = self.relations.latent_children(name).difference(kept)
                 if outside:
-                    reasons[name] = f"'{min(outside)}' depends on it, which has no such conditional"
+                    reasons[name] = (
+                        f"'{min(outside)}' depends on it, and has no conditional in closed form"
+                    )
             reasons = reasons or self._too_large(kept)
             if not reasons:
                 return kept
@@ -329,7 +333,7 @@ class Finder:
         if name in self.excluded:
             yield self.excluded[name]
         if not self._is_normal(name) and form is None:
-            yield f"its prior, {type(innermost(fn)).__name__}, is of no such form"
+            yield _no_form(fn)
         if is_masked_within(fn) or own_mask(nodes[name]) is not None and self._bound([name]):
             yield "it is masked"
         bounded = form == "Bernoulli"
@@ -455,3 +459,11 @@ class Finder:
         """Returns the kind of bound on the likelihood in the conditionals of some latents; "" for no bound."""
         asked = {self.bounds[name] for name in names if name in self.bounds}
         return min(asked, default="bounded" if self._form(names[0]) == "Bernoulli" else "")
+
+
+def _no_form(fn: Any) -> str:
+    """Returns why a prior has no closed form: its kind, or its number of values."""
+    count = num_values(fn, most=sys.maxsize)
+    if count is not None and num_values(fn) is None:
+        return f"it has {count} values, more than are enumerated"
+    return f"no closed form is known for a prior of type {type(innermost(fn)).__name__}"

@@ -276,9 +276,7 @@ class Refutation:
         for place, other in others.items():
             if not here.explains(other):
                 at_once = here.count is not None and other is first
-                return (
-                    f"{_AT_ONCE}: {what}" if at_once else f"{what}: its slopes are others {place}"
-                )
+                return f"{_AT_ONCE}: {what}" if at_once else f"{what}: it has other slopes {place}"
             gain, size = here.gain(first, other)
             off = (other.total - first.total - gain).abs()
             rounded = here.noise * (1 + size.sqrt())

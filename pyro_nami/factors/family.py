@@ -24,7 +24,8 @@ __all__ = ["Family", "SequentialElements"]
 class Family(ABC):
     """The kind of distribution at one site: how many raw parameters an element has, and which density they make.
 
-    A family holds numbers and functions; networks hold the parameters.
+    An element is one number of the site's value in unconstrained space: a positive latent is given by its logarithm,
+    and a vector has several elements. A family holds numbers and functions; networks hold the parameters.
 
     To add one:
 

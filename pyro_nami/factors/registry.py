@@ -37,7 +37,8 @@ def make_family(spec: FamilySpec, name: str, prior: Distribution, value: Tensor)
 
     Raises:
         NotImplementedError: the site's support or type is not covered.
-        ValueError: so on a sphere, as Pyro's guides raise it; an unknown name; a family that does not fit the site.
+        ValueError: so on a sphere, as Pyro's guides raise it; an unknown name; a family that does not fit the site, or
+            whose methods return other shapes than `Family` asks for.
         TypeError: `spec` is none of the kinds above, or did not give a `Family`.
 
     Example:
@@ -59,7 +60,35 @@ def make_family(spec: FamilySpec, name: str, prior: Distribution, value: Tensor)
         raise TypeError(
             f'Expected the family of site "{name}" to be a Family; got {type(family).__name__}'
         )
+    if not type(family).__module__.startswith(__name__.partition(".")[0] + "."):
+        _check_own(family, name, prior, value)
     return family
+
+
+def _check_own(family: Family, name: str, prior: Distribution, value: Tensor) -> None:
+    """Checks that a family of the user's own has the shapes that `Family` asks for."""
+    anchor = family.anchor(prior)
+    params = family.initial(value, 1.0, anchor)
+    shape = (family.num_elements, family.num_params)
+    kind = type(family).__name__
+    if not isinstance(params, Tensor) or params.shape[-2:] != shape:
+        got = tuple(params.shape) if isinstance(params, Tensor) else type(params).__name__
+        raise ValueError(
+            f'Expected `{kind}.initial` at site "{name}" to return parameters (*batch, elements, num_params), which '
+            f"end in {shape}; got {got}."
+        )
+    try:
+        made = family.elements(params, anchor).batch_shape
+    except (IndexError, RuntimeError) as error:
+        raise ValueError(
+            f'Expected `{kind}.elements` at site "{name}" to take parameters {tuple(params.shape)}, of num_params = '
+            f"{family.num_params}; it raises {type(error).__name__}: {error}"
+        ) from error
+    if made[-1:] != shape[:1]:
+        raise ValueError(
+            f'Expected `{kind}.elements` at site "{name}" to return a distribution with a batch shape that ends in '
+            f"({shape[0]},), the number of elements; got {tuple(made)}."
+        )
 
 
 def register_family(name: str, factory: FamilyFactory) -> None:

@@ -83,8 +83,9 @@ def fit(
 ) -> Posterior:
     """Returns the posterior of a model given the data among its arguments, with a verdict on how wrong it may be.
 
-    Nothing is to be tuned. Where the model has conditionals in closed form, draws are exact. Elsewhere importance
-    weights check and correct them. Parameters of the model's own are taken as they are.
+    Nothing is to be tuned, and there is no guide to choose. Where the model has conditionals in closed form, or on a
+    grid, draws are exact. Elsewhere importance weights check and correct them. Parameters of the model's own
+    (`pyro.param`) are taken as they are. For families or rules of your choice train an `AutoNaMIGuide` by SVI.
 
     Args:
         model: a Pyro model, with all data at once (no subsampled plates).

@@ -29,6 +29,7 @@ from pyro_nami.messages import quoted, warn
 from pyro_nami.program.isolation import forked_rng, seed_rng
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
+from pyro_nami.program.series_sites import SeriesSites
 from pyro_nami.program.vectorized import unmapped
 
 if TYPE_CHECKING:
@@ -51,10 +52,12 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         samples, log_weights, plates, pool: as for `WeightedSamples`.
         target: the model, its arguments, the data and the guide; None where a posterior was loaded without a model.
         judged: the verdict on draws whose weights alone do not tell; by default that of the weights.
+        innovations: of a loaded posterior: latent -> the series that it drives. That of a guide is the guide's.
     """
 
     target: Target | None = field(default=None)
     judged: Verdict | None = None
+    innovations: Mapping[str, SeriesSites] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -201,11 +204,12 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         return WeightedSamples(samples, self.log_weights, self.plates, self.pool)
 
     def predict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Returns what the model gives at the draws and at other arguments: data, and names of values.
+        """Returns what the model gives at the draws and at other arguments: data, and values of `pyro.deterministic`.
 
-        Latents have the draws, whatever the arguments; those with other instances, where a plate has another size, are
-        the model's own given all others, and a warning names them. Innovations of a series have the draws as far as
-        the steps of the data go, and the model's own at further steps.
+        Latents have the posterior's draws. A latent of another shape, as in a plate of another size, is drawn anew as a
+        whole from the model's own conditional given the other latents, and a warning names it. Innovations that the
+        model sums up over the steps of a series (``e.cumsum(-1)``) keep their draws; those of further steps are drawn
+        from the model.
 
         Args:
             *args, **kwargs: of the model; without data, these are predicted.
@@ -226,13 +230,14 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
         with torch.no_grad():
             now = target.run_model(target.one(), Runner({}, choose=choose))
         held = {name: known[name] for name, site in now.items() if fits(site)}
-        series = {} if self.guide is None else self.guide.series
+        series = self._series
         others = [name for name in known if name in now and name not in held]
         fresh = [name for name in others if name not in series]
         if fresh:
             warn(
-                f"The posterior has no draws of {quoted(fresh)} for the instances of these arguments: they are drawn "
-                "from the model's own conditional given all others."
+                f"The posterior has no draws of {quoted(fresh)} for the instances of these arguments: all of them are "
+                "drawn from the model's own conditional given the other latents. To keep the known instances beside "
+                "new ones, fit the model at the larger size, and give data to the known ones alone."
             )
 
         def read(sites: Mapping[str, Any], extent: Extent) -> dict[str, Tensor]:
@@ -287,6 +292,7 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
             "plates": {name: list(names) for name, names in self.plates.items()},
             "pool": None if self.pool is None else tuple(self.pool),
             "verdict": self.verdict.__getnewargs__(),
+            "series": {name: held.to_numbers() for name, held in self._series.items()},
         }
         torch.save(held, path)
 
@@ -298,15 +304,25 @@ class Posterior(WeightedSamples, Mapping[str, Tensor]):
 
         Args:
             path: of the file.
-            model, *args, **kwargs: as `fit` was given them; without a model there are draws and their summaries alone.
+            model: as `fit` was given it, for `predict`; without it there are draws and their summaries alone.
+            *args, **kwargs: as `fit` was given them, the data among them, for `log_prob`, `map` and `conditional`.
         """
         held = torch.load(path, weights_only=True)
         pool = None if held["pool"] is None else Pool(*held["pool"])
         target = None if model is None else Target(Program(model, args, kwargs), None)
         verdict = Verdict(*held["verdict"])
-        return cls(held["samples"], held["log_weights"], held["plates"], pool, target, verdict)
+        numbers = held.get("series", {})  # which files of earlier versions lack
+        series = {name: SeriesSites.from_numbers(name, *each) for name, each in numbers.items()}
+        return cls(
+            held["samples"], held["log_weights"], held["plates"], pool, target, verdict, series
+        )
 
     # ---- what is held
+
+    @property
+    def _series(self) -> Mapping[str, SeriesSites]:
+        guide = None if self.target is None else self.target.guide
+        return self.innovations if guide is None else getattr(guide, "series", {})
 
     @property
     def _has_no_density(self) -> bool:

@@ -48,6 +48,7 @@ from pyro_nami.program.isolation import random_layers, untouched
 from pyro_nami.program.masks import log_density_of
 from pyro_nami.program.plate_dims import frames_of, own_dims
 from pyro_nami.program.program import Program
+from pyro_nami.program.series_sites import SeriesSites
 
 __all__ = ["Assembled", "assemble"]
 
@@ -70,12 +71,14 @@ class Assembled(NamedTuple):
         network: the networks of all factors at their initial values.
         tables: what was derived for the latents that come first; see `Derived`.
         prototype: a run at the initial values.
+        series: latents that are innovations of a series, whether the plan holds them as its states or as a block.
     """
 
     plan: Plan
     network: InverseNetwork
     tables: dict[Any, Any]
     prototype: poutine.Trace
+    series: Mapping[str, SeriesSites] = {}
 
 
 def assemble(
@@ -93,6 +96,7 @@ def assemble(
         site_by_site = functools.cache(functools.partial(read, lifted=False))
         lifted, learned = _loops_held(options)
         first = read(lifted=lifted, learned=learned)
+        innovations = first.program.loops.series.values()
         is_series = first.program.loops.is_learned
         found = _of_series(first, site_by_site) if is_series else _found(first)
         if found is None:
@@ -120,7 +124,7 @@ def assemble(
                 f"few data, and a covariate that separates the outcomes without an error. '{name}' is learned as if "
                 "its posterior were proper; give it a proper prior."
             )
-        return found
+        return found._replace(series={name: held for held in innovations for name in held.sites})
 
 
 def _loops_held(options: Options) -> tuple[bool, bool]:

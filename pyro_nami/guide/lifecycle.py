@@ -89,6 +89,7 @@ class LazyGuide(AutoGuide):
         found = assemble(self.model, args, kwargs, self._options, parts)
         self.prototype_trace = prototype = found.prototype
         self._plan, self.network = found.plan, found.network
+        self._innovations = dict(found.series)
         self._reader = CallReader(found.plan, self._options)
         self._reader.memory.derived.tables.update(found.tables)
         for name, site in list(prototype.nodes.items()):
@@ -236,7 +237,8 @@ class LazyGuide(AutoGuide):
     @property
     def series(self) -> dict[str, SeriesSites]:
         """The latents that are innovations of a series, by site."""
-        return {site: held for held in self._made().loops.series.values() for site in held.sites}
+        self._made()
+        return self._innovations
 
     def for_weights(self) -> LazyGuide:
         """Prepares the guide, before its first call, for draws that importance weights correct, and returns it.

@@ -212,7 +212,7 @@ class AutoNaMIGuide(DensityGuide):
             >>> guide = AutoNaMIGuide(model)
             >>> _ = guide(torch.tensor(1.0))
             >>> guide.rules
-            sd: quadrature, reads y; not exact: its prior, HalfCauchy, is of no such form
+            sd: quadrature, reads y; not exact: no closed form is known for a prior of type HalfCauchy
             mu: exact, reads sd, y
         """
         plan = self._made()

@@ -25,7 +25,10 @@ __all__ = ["BlackBox", "from_simulations", "from_simulator"]
 # Rows that fail one by one, before any succeeds, after which a simulator is taken to be wrong. At ten times more, a
 # mistake in a slow simulator shows late; at ten times less, one that fails for most rows is refused.
 MOST_FAILED = 30
-_BY_ROWS = "One that takes one row is called by lambda theta: torch.stack([simulate(row) for row in theta])."
+_BY_ROWS = (
+    "One that takes one row is called by lambda theta: torch.stack([simulate(row) for row in theta]); by numpy.stack "
+    "where it returns arrays of numpy."
+)
 
 
 def from_simulator(prior: Any, simulator: Callable[[Any], Any]) -> SimulatorModel:
@@ -37,13 +40,14 @@ def from_simulator(prior: Any, simulator: Callable[[Any], Any]) -> SimulatorMode
 
     Args:
         prior: of one draw of the parameters, with batch shape ``()``: ``Uniform(low, high).to_event(1)``, say; of
-            Pyro, of ``torch.distributions``, or any object with ``sample(shape)`` (and ``log_prob`` and ``support``, if
-            it has them); a list of independent distributions, as one of the vector of all; draws ``(draws, *event)``
-            alone. A dictionary of priors gives each parameter a name.
+            Pyro, of ``torch.distributions``, of ``scipy.stats`` with its arguments (``gamma(2.0)``), or any object with
+            ``sample(shape)`` (and ``log_prob`` and ``support``, if it has them); a list of independent distributions,
+            as one of the vector of all; draws ``(draws, *event)`` alone. A dictionary of priors gives each
+            parameter a name.
         simulator: from parameters ``(rows, *event)``, or a dictionary of these, to data ``(rows, *shape)``, numbers of
             any dtype, or NaN for a row that fails. A dictionary of data gives each of them a name; those of a tuple are
             ``x_0``, ``x_1``, ... One that takes one row becomes
-            ``lambda theta: torch.stack([simulate(row) for row in theta])``.
+            ``lambda theta: torch.stack([simulate(row) for row in theta])``, or ``numpy.stack`` of arrays.
 
     Raises:
         TypeError: a prior of another kind.

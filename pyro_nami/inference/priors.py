@@ -37,7 +37,7 @@ def is_prior(value: Any) -> bool:
     """Whether a value is a prior, or several by name, and no model."""
     if isinstance(value, (Distribution, Mapping, list, tuple, Tensor, np.ndarray)):
         return True
-    return hasattr(value, "sample") and not callable(value)
+    return (hasattr(value, "sample") or hasattr(value, "rvs")) and not callable(value)
 
 
 def as_priors(prior: Any) -> dict[str, Any]:
@@ -62,7 +62,9 @@ def _as_prior(name: str, prior: Any) -> Any:
     if isinstance(prior, (Tensor, np.ndarray)):
         prior = _KnownDraws(torch.as_tensor(prior))
     elif isinstance(prior, (list, tuple)):
-        prior = _Independents.of(prior)
+        prior = _Independents.of([_of_scipy(name, part) for part in prior])
+    else:
+        prior = _of_scipy(name, prior)
     found = _of_pyro(prior)
     if found is None:
         found = OwnPrior.of(name, prior)
@@ -128,7 +130,7 @@ class OwnPrior(TorchDistribution):
         if not hasattr(prior, "sample"):
             raise TypeError(
                 f"Expected a prior of '{name}': a distribution, a list of these, draws, or an object with "
-                f"sample(shape); got {type(prior).__name__}."
+                f"sample(shape) or scipy's rvs(size); got {type(prior).__name__}."
             )
         with torch.random.fork_rng():
             draws = _sampled(name, prior, SHOWN)
@@ -234,6 +236,54 @@ def _support(prior: Any, draws: Tensor) -> Constraint:
     return support if is_whole and bool(inside.all()) else real
 
 
+def _of_scipy(name: str, prior: Any) -> Any:
+    """Returns a distribution of scipy with its arguments fixed as one that has ``sample``; any other prior as it is."""
+    if not hasattr(prior, "rvs") or hasattr(prior, "sample"):
+        return prior
+    if not hasattr(prior, "logpdf"):
+        raise TypeError(_CONTINUOUS.format(name, type(prior).__name__))
+    return _Scipy(prior, torch.Size(np.shape(prior.rvs(size=SHOWN, random_state=0))[1:]))
+
+
+class _Scipy(NamedTuple):
+    """A continuous distribution of scipy with its arguments fixed, such as ``scipy.stats.gamma(2.0, scale=0.5)``.
+
+    Attributes:
+        frozen: the distribution of scipy.
+        event_shape: of a draw.
+    """
+
+    frozen: Any
+    event_shape: torch.Size
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.Size()
+
+    @property
+    def support(self) -> Constraint:
+        """The bounds of a single number; scipy tells none of vectors."""
+        low, high = self.frozen.support() if hasattr(self.frozen, "support") else (-np.inf, np.inf)
+        if np.isfinite(low) and np.isfinite(high):
+            return constraints.interval(float(low), float(high))
+        if np.isfinite(low):
+            return constraints.greater_than(float(low))
+        return constraints.less_than(float(high)) if np.isfinite(high) else constraints.real
+
+    def sample(self, shape: torch.Size) -> Tensor:
+        """Returns draws ``(*shape, *event)``, which Pyro's seed determines."""
+        seed = int(torch.randint(2**31, ()))
+        draws = self.frozen.rvs(size=shape.numel(), random_state=seed)
+        values = torch.as_tensor(draws).to(torch.get_default_dtype())
+        return values.reshape(shape + self.event_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Returns the log density, ``(*batch)``, in nats."""
+        batch = value.shape[: value.dim() - len(self.event_shape)]
+        density = self.frozen.logpdf(value.detach().double().cpu().numpy())
+        return torch.as_tensor(density).to(value).reshape(batch)
+
+
 class _KnownDraws(NamedTuple):
     """Draws ``(draws, *event)`` that stand for the distribution that they were made by."""
 
@@ -254,13 +304,13 @@ class _KnownDraws(NamedTuple):
 class _Independents(NamedTuple):
     """Independent distributions, as one of a vector that holds the values of all."""
 
-    parts: Sequence[Distribution]
+    parts: Sequence[Any]
     sizes: Sequence[int]
 
     @classmethod
     def of(cls, parts: Sequence[Any]) -> _Independents:
         for part in parts:
-            if not isinstance(part, Distribution):
+            if not isinstance(part, (Distribution, _Scipy)):
                 raise TypeError(
                     f"Expected distributions in the list of priors; got {type(part).__name__}."
                 )

@@ -76,6 +76,17 @@ class SeriesSites:
     values: ClassVar[int] = 0
     families: ClassVar[tuple] = ()
 
+    def to_numbers(self) -> tuple[int, ...]:
+        """Returns what `from_numbers` takes."""
+        return self.length, *self.axis, self.order, self.span
+
+    @classmethod
+    def from_numbers(
+        cls, site: str, length: int, dim: int, ones: int, order: int, span: int
+    ) -> SeriesSites:
+        """Returns the series of a site, as read from a file: without data, so that it can only be continued."""
+        return cls(f"{site}[time]", (site,), length, StepAxis(dim, ones), order, span, {})
+
     @property
     def back(self) -> int:
         """How many states before it the prior of a state reads."""

@@ -744,6 +744,41 @@ def test_a_continuous_family_on_a_discrete_site_is_refused(spec):
         make_family(spec, "k", dist.Categorical(torch.ones(3)), torch.tensor(0))
 
 
+class Own(Family):
+    """A Normal with the mistakes that `broken` makes."""
+
+    num_params = 2
+
+    def elements(self, params, anchor=None):
+        return dist.Normal(params[..., 0], params[..., 1].exp())
+
+    def initial(self, value, scale, anchor=None):
+        location = self.layout.elements(value)
+        return torch.stack((location, torch.as_tensor(scale).log().expand(location.shape)), -1)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "match"),
+    [
+        ({"num_params": 3}, r"`Own.initial`.*\(2, 3\); got \(2, 2\)"),
+        ({"initial": lambda *_: torch.zeros(2)}, r"`Own.initial`.*\(2, 2\); got \(2,\)"),
+        (
+            {"elements": lambda self, p, a: dist.Normal(p[..., 2], 1.0)},
+            "`Own.elements`.*IndexError",
+        ),
+        (
+            {"elements": lambda self, p, a: dist.Normal(p.sum(), 1.0)},
+            r"number of elements; got \(\)",
+        ),
+    ],
+)
+def test_what_a_family_of_ones_own_gets_wrong_is_told(mistake, match):
+    prior, value = dist.Normal(torch.zeros(2), 1.0).to_event(1), torch.zeros(2)
+    assert isinstance(make_family(Own, "z", prior, value), Own)
+    with pytest.raises(ValueError, match=match):
+        make_family(type("Own", (Own,), mistake), "z", prior, value)
+
+
 def test_families_can_be_registered_by_name_or_given_directly(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
 

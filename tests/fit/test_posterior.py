@@ -157,6 +157,34 @@ def test_a_file_gives_the_posterior_back(posterior, tmp_path):
         alone.predict(2)
 
 
+def test_a_forecast_goes_on_from_the_draws_of_the_steps_that_were_seen(tmp_path):
+    """Innovations beside a Normal start are a dense block, and yet those of a series; oracle: dense algebra."""
+
+    def walk(y, steps):
+        start = pyro.sample("start", dist.Normal(0.0, 3.0))
+        e = pyro.sample("e", dist.Normal(torch.zeros(steps), 0.3).to_event(1))
+        with pyro.plate("steps", steps):
+            level = start.unsqueeze(-1) + e.cumsum(-1)
+            pyro.sample("y", dist.Normal(level, 0.5), obs=y if steps == len(y) else None)
+
+    seen, steps = 33, 36
+    y = torch.linspace(0.0, 4.0, seen).sin() + 1.0
+    found = fit(walk, y, seen, seed=0, progress=False)
+    maps = torch.cat(
+        [3.0 * torch.ones(steps, 1), 0.3 * torch.ones(steps, steps).tril()], -1
+    ).double()
+    covariance = maps @ maps.T + 0.25 * torch.eye(steps)
+    gain = torch.linalg.solve(covariance[:seen, :seen], covariance[:seen, seen:]).T
+    mean = gain @ y.double()
+    sd = (covariance[seen:, seen:] - gain @ covariance[:seen, seen:]).diag().sqrt()
+    found.save(tmp_path / "walk.pt")
+    loaded = Posterior.load(tmp_path / "walk.pt", walk, y, seen)
+    for each in (found, loaded):
+        ahead = each.predict(y, steps)["y"][:, seen:]
+        assert ((ahead.mean(0) - mean) / sd).abs().max() < 0.08  # five errors of 4,000 draws
+        assert (ahead.std(0) / sd - 1).abs().max() < 0.06
+
+
 def test_the_summary_tells_verdict_draws_and_by_how_much_weights_moved(posterior):
     lines = posterior.summary().splitlines()
     assert any("exact" in line for line in lines)

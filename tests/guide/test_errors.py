@@ -116,6 +116,19 @@ def test_instances_that_are_not_independent():
         called(model, torch.randn(3))
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_arguments_with_nan_are_named(by_name):
+    def model(x, y):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(z * x, 1.0), obs=y)
+
+    x, y = torch.tensor([1.0, torch.nan]), torch.zeros(2)
+    args, kwargs = ((), {"x": x, "y": y}) if by_name else ((x, y), {})
+    with pytest.raises(ValueError, match="got some in '(argument 0|x)'.*obs_mask="):
+        AutoNaMIGuide(model)(*args, **kwargs)
+
+
 # ---- calls
 
 

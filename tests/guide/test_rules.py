@@ -39,7 +39,7 @@ def test_a_line_for_each_latent_in_model_order():
     assert list(guide.rules) == ["sd", "mu", "z", "new"]
     assert [note.rule for note in guide.rules.values()] == ["quadrature", "exact", "exact", "prior"]
     assert repr(guide.rules).splitlines() == [
-        "sd: quadrature, reads y; not exact: its prior, HalfCauchy, is of no such form",
+        "sd: quadrature, reads y; not exact: no closed form is known for a prior of type HalfCauchy",
         "mu: exact, reads sd, y",
         "z: exact, reads mu, sd, y",
         "new: prior",
@@ -99,7 +99,7 @@ REASONS = {
     "prior": (
         dist.Laplace(torch.zeros(()), 1.0),
         lambda z: dist.Normal(z, 1.0),
-        "Laplace, is of no such form",
+        "no closed form is known for a prior of type Laplace",
     ),
     "likelihood": (
         dist.Normal(torch.zeros(()), 1.0),
@@ -126,6 +126,11 @@ def test_the_reason_is_told_and_raised(prior, likelihood, reason):
         ValueError, match=f"Expected a latent with an exact conditional.*got 'z'.*{reason}"
     ):
         called(pair(prior, likelihood), rules={"z": "exact"})
+
+
+def test_too_many_values_to_enumerate_are_the_reason():
+    many = pair(dist.Categorical(torch.ones(65)), lambda z: dist.Normal(z * 0.1, 1.0))
+    assert called(many, Y).rules["z"].reason == "it has 65 values, more than are enumerated"
 
 
 def test_the_reason_names_another_site_that_is_at_fault():

@@ -4,6 +4,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.distributions as td
+from scipy import stats
 
 from pyro_nami.inference.priors import OwnPrior, as_priors
 
@@ -59,6 +60,40 @@ def test_whatever_has_sample_is_a_prior():
     torch.testing.assert_close(dense.log_prob(value[:1]), torch.tensor([-3.0]))
 
 
+@pytest.mark.parametrize(
+    ("frozen", "same"),
+    [
+        (stats.gamma(4.0, scale=0.5), td.Gamma(4.0, 2.0)),
+        (stats.uniform(1.0, 2.0), td.Uniform(1.0, 3.0)),
+        (stats.norm(1.0, 2.0), td.Normal(1.0, 2.0)),
+        (
+            stats.multivariate_normal([1.0, 0.0], [[2.0, 0.5], [0.5, 1.0]]),
+            td.MultivariateNormal(torch.tensor([1.0, 0.0]), torch.tensor([[2.0, 0.5], [0.5, 1.0]])),
+        ),
+    ],
+)
+def test_a_distribution_of_scipy_is_that_of_torch(frozen, same):
+    prior = as_priors(frozen)["theta"]
+    assert prior.event_shape == same.event_shape and prior.sample().shape == same.event_shape
+    value = same.sample((20,))
+    torch.testing.assert_close(prior.log_prob(value), same.log_prob(value), rtol=1e-4, atol=1e-4)
+    torch.manual_seed(0)
+    drawn = prior.sample((4000,))
+    assert prior.support.check(drawn).all()
+    assert ((drawn.mean(0) - same.mean) / same.stddev).abs().max() < 4 / 4000**0.5  # four errors
+    torch.manual_seed(0)
+    assert torch.equal(prior.sample((4000,)), drawn)
+
+
+def test_distributions_of_scipy_go_into_a_list():
+    prior = as_priors([stats.gamma(4.0, scale=0.5), td.Uniform(0.0, 1.0)])["theta"]
+    value = torch.tensor([[1.0, 0.5], [1.0, 2.0], [-1.0, 0.5]])
+    expected = td.Gamma(4.0, 2.0).log_prob(torch.tensor(1.0))
+    found = prior.expand([3]).log_prob(value)
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+    assert found[1:].isneginf().all()
+
+
 def test_draws_stand_for_their_distribution():
     draws = torch.arange(40.0).reshape(20, 2)
     prior = as_priors(draws)["theta"]
@@ -71,7 +106,8 @@ def test_draws_stand_for_their_distribution():
 @pytest.mark.parametrize(
     ("prior", "error", "match"),
     [
-        (3, TypeError, "an object with sample.shape.; got int"),
+        (stats.poisson(2.0), TypeError, "of continuous numbers; got rv_discrete_frozen"),
+        (3, TypeError, "an object with sample.shape. or scipy's rvs.size.; got int"),
         ([Sampled()], TypeError, "distributions in the list of priors; got Sampled"),
         ([td.Poisson(1.0), td.Normal(0.0, 1.0)], TypeError, "a name and a distribution of Pyro"),
         (torch.arange(10), TypeError, "of continuous numbers; got torch.int64"),
