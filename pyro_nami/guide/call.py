@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -158,10 +157,12 @@ class Reading(NamedTuple):
     data: Data | None = None
     surroundings: Surroundings | None = None
 
-    def sites(self, values: Mapping[str, Any], **options: Any) -> Sites:
-        """Returns the sites of a run of the model on these data."""
-        with self.surroundings.restored() if self.surroundings else nullcontext():
-            return self.call.run(values, **options)
+    def tensors(self) -> dict[Hashable, Tensor]:
+        """Returns the tensors among arguments and surroundings, numbers excepted, by where they are."""
+        leaves = dict(enumerate(self.call.program.leaves()))
+        around = self.surroundings.values() if self.surroundings else {}
+        found = {**leaves, **around}
+        return {key: each for key, each in found.items() if isinstance(each, Tensor) and each.dim()}
 
 
 def target_of(call: Any, before: Sites, now: Sites, plan: Plan) -> TrainedAnswer:
