@@ -17,6 +17,7 @@ from pyro_nami.deriving.expansion import broadcast
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.networks.reductions import Along, Reduction, Segments
 from pyro_nami.parameters.conditioning import Direct, Flattened, Pooled, Source
+from pyro_nami.reading.index_maps.nesting import routes
 
 __all__ = ["IndexMaps", "Pooling", "Sources", "concatenate"]
 
@@ -44,14 +45,9 @@ class IndexMaps:
     def index(self, rows: str, plate: str) -> Tensor:
         """Returns the instance of ``plate`` of each row, along a chain of maps if need be."""
         if (rows, plate) not in self.maps:
-            between = next(p for q, p in self.maps if q == rows and self._leads(p, plate))
-            self.maps[rows, plate] = self.index(between, plate)[self.maps[rows, between]]
+            ways = routes(self.maps, rows)
+            self.maps[rows, plate] = next(way.rows for way in ways if way.end == plate)
         return self.maps[rows, plate]
-
-    def _leads(self, rows: str, plate: str) -> bool:
-        return (rows, plate) in self.maps or any(
-            self._leads(p, plate) for q, p in self.maps if q == rows
-        )
 
     def segments(self, rows: str, plates: tuple[str, ...], dim: int) -> Segments:
         """Returns the rows, along ``dim``, as sets, one for each combination of instances of ``plates``."""
