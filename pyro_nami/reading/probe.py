@@ -285,6 +285,8 @@ def _run(
         note: sees the message of each site once it has its value.
         base: site -> value in the base run, which stands for the data of a site whose argument is changed.
     """
+    values: dict[str, Any] = {}
+    sites: dict[str, Any] = {}
     data: dict[str, Any] = {}
 
     def chosen(msg: Any) -> Any:
@@ -295,18 +297,19 @@ def _run(
             data[name] = base[name] if value is msg["value"] else msg["value"]
         return value
 
-    runner = Runner({}, choose=chosen, note=lambda msg: note(msg) if is_node(msg) else None)
+    def noted(msg: Any) -> None:
+        name, value = msg["name"], msg["value"]
+        if site_is_subsample(msg) or is_node(msg):
+            values[name] = value
+        if is_node(msg):
+            sites[name] = {**msg, "value": data.get(name, value)}
+            note(msg)
+
     error = None
     try:
-        program.run(runner)
+        program.run(Runner({}, choose=chosen, note=noted))
     except Exception as raised:  # noqa: BLE001  whatever a model does at values that it was not written for
         error = raised
-    seen = {
-        name: msg for name, msg in runner.sites.items() if site_is_subsample(msg) or is_node(msg)
-    }
-    values = {name: msg["value"] for name, msg in seen.items()}
-    nodes = {name: msg for name, msg in seen.items() if is_node(msg)}
-    sites = {name: {**msg, "value": data.get(name, values[name])} for name, msg in nodes.items()}
     return Run(values, sites, error)
 
 
