@@ -159,9 +159,8 @@ class Reading(NamedTuple):
 
     def tensors(self) -> dict[Hashable, Tensor]:
         """Returns the tensors among arguments and surroundings, numbers excepted, by where they are."""
-        leaves = dict(enumerate(self.call.program.leaves()))
-        around = self.surroundings.values() if self.surroundings else {}
-        found = {**leaves, **around}
+        found: dict[Hashable, Any] = dict(enumerate(self.call.program.leaves()))
+        found |= self.surroundings.values() if self.surroundings else {}
         return {key: each for key, each in found.items() if isinstance(each, Tensor) and each.dim()}
 
 

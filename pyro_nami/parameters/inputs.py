@@ -6,7 +6,7 @@ Feature tensors are ``(*left, *plates, features)``, with Pyro's plate dims in pl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,9 +89,10 @@ class Sources:
         """Makes features known, of size 1 in plates that a node lacks."""
         self._features[node] = features
 
-    def take(self, other: Sources) -> None:
-        """Makes known what other sources know."""
-        self._features.update(other._features)
+    def take(self, other: Sources, drawn: Collection[Hashable]) -> None:
+        """Makes known what other sources know; gradients go through nodes that were ``drawn`` alone."""
+        for node, features in other._features.items():
+            self._features[node] = features if node in drawn else features.detach()
 
     def value(self, source: Source) -> Tensor:
         """Returns the features that a factor reads by a source, ``(*left, *plates, features)``."""
