@@ -146,8 +146,7 @@ def first_call(
         located_data: whether data that the model computes from latents are shown as `LocatedData` has them.
     """
     prototype = first_run(program, options.init_loc_fn or near_origin)
-    looks_lifted = has_loop(prototype.nodes, learned) or not learned and has_series(prototype.nodes)
-    lifted = lifted and not random_layers and looks_lifted
+    lifted = lifted and not random_layers and _has_steps(prototype.nodes, learned)
     if not lifted:
         prototype = _started(program, options, prototype)
     # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
@@ -157,9 +156,7 @@ def first_call(
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
         found = _extracted(program, options, prototype.nodes, lifted, learned)
-        is_shown = located_data and options.mode in (None, Mode.FIXED)
-        computed = found.computed if is_shown else frozenset()
-        program = program._replace(loops=found.loops, computed=computed)
+        program = _as_read(program, found, options, located_data)
         is_derived = found.loops and not found.loops.is_learned
         draws = program.prior_draws(FEWEST_DRAWS if is_derived else MANY_DRAWS)
     if lifted and not found.loops:
@@ -189,11 +186,23 @@ def first_call(
     )
 
 
+def _as_read(program: Program, found: Extraction, options: Options, located_data: bool) -> Program:
+    """Returns a program that shows its loops, and what the model computes from latents, as they were read."""
+    is_fixed = options.mode in (None, Mode.FIXED)
+    computed = found.computed if located_data and is_fixed else frozenset()
+    return program._replace(loops=found.loops, computed=computed)
+
+
 def _shown(program: Program, prototype: poutine.Trace) -> Sites:
     """Returns the sites of the prototype as runs of the program show them."""
     nodes: dict[str, Any] = dict(prototype.nodes)
     nodes.update({name: {**nodes[name], **located(nodes[name])} for name in program.computed})
     return program.loops.messages(nodes)
+
+
+def _has_steps(nodes: Sites, learned: bool) -> bool:
+    """Whether latents look like the steps of a loop, or like the innovations of a series."""
+    return has_loop(nodes, learned) or not learned and has_series(nodes)
 
 
 def _stacks(nodes: Sites, names: Collection[str]) -> list[list]:
