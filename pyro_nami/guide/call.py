@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -157,11 +158,10 @@ class Reading(NamedTuple):
     data: Data | None = None
     surroundings: Surroundings | None = None
 
-    def tensors(self) -> dict[Hashable, Tensor]:
-        """Returns the tensors among arguments and surroundings, numbers excepted, by where they are."""
-        found: dict[Hashable, Any] = dict(enumerate(self.call.program.leaves()))
-        found |= self.surroundings.values() if self.surroundings else {}
-        return {key: each for key, each in found.items() if isinstance(each, Tensor) and each.dim()}
+    def sites(self, values: Mapping[str, Any], **options: Any) -> Sites:
+        """Returns the sites of a run of the model on these data."""
+        with self.surroundings.restored() if self.surroundings else nullcontext():
+            return self.call.run(values, **options)
 
 
 def target_of(call: Any, before: Sites, now: Sites, plan: Plan) -> TrainedAnswer:

@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_map_only
 from pyro_nami.deriving.collapsed import Collapsed
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call, Reading
+from pyro_nami.guide.exchangeable import exchangeable_plates
 from pyro_nami.guide.known_parameters import (
     check_store,
     give_to_store,
     hand_over,
     warn_of_other_weights,
 )
-from pyro_nami.guide.memory import minibatch_plates
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.observed import tell_observed
 from pyro_nami.guide.options import Options
@@ -211,8 +211,7 @@ class LazyGuide(AutoGuide):
         if ARGUMENTS in memory.history.moving:
             moving |= self._plan.program.computed | first.call.moving
         around = first.surroundings
-        sizes = self._plan.plates.sizes
-        along = minibatch_plates(first, self._reader.differing or first, sizes)
+        along = exchangeable_plates(first, self._reader.differing or first, moving)
         moving = frozenset(self._plan.loops.names_of(moving))
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
         before = list(self.network.parameters())

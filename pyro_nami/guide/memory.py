@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -16,7 +15,7 @@ from pyro_nami.guide.call import Call, Derived, Reading
 from pyro_nami.guide.mode import Data, DataHistory, Mode, fingerprint
 from pyro_nami.program.surroundings import PLAIN, Surroundings
 
-__all__ = ["Memory", "minibatch_plates"]
+__all__ = ["Memory"]
 
 Context = tuple[tuple, dict, dict, dict]  # arguments, keyword arguments, indices, observed values
 
@@ -121,23 +120,6 @@ class Memory:
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device."""
         self._loaded, self.kept = tree_map_only(Tensor, fn, self.context), None
-
-
-def minibatch_plates(before: Reading, now: Reading, sizes: Mapping[str, int]) -> frozenset[str]:
-    """Returns the plates that minibatches may be of: their size is a dim of each tensor that two calls differ in.
-
-    Plates of whose size a tensor has a dim that is the same in both calls are left out, unless all are.
-
-    Args:
-        before, now: calls with different minibatches.
-        sizes: plate -> its size in the call before.
-    """
-    old, new = before.tensors(), now.tensors()
-    same = {key for key in old.keys() & new.keys() if torch.equal(old[key], new[key])}
-    stay = [size for key in same for size in old[key].shape]
-    moved = [value.shape for key, value in old.items() if key not in same]
-    found = {plate for plate, size in sizes.items() if all(size in shape for shape in moved)}
-    return frozenset({plate for plate in found if sizes[plate] not in stay} or found)
 
 
 def _is_plain(value: Any) -> bool:

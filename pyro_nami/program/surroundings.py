@@ -11,6 +11,7 @@ them. While data are put back, other threads see them.
 
 from __future__ import annotations
 
+import copy
 import sys
 from argparse import Namespace
 from collections import OrderedDict
@@ -65,6 +66,10 @@ class _Place(NamedTuple):
     value: Any
     copy: Any
     stamp: Hashable
+
+    def replaced(self, value: Any) -> _Place:
+        """Returns the place with another value; the place itself if that is the same."""
+        return self if value is self.copy else self._replace(value=value, copy=value, stamp=None)
 
     def has_changed(self) -> bool:
         """Whether the place holds something else now; of all items, whether there are more."""
@@ -147,9 +152,22 @@ class Surroundings:
         """Returns a model that reads these surroundings."""
         return partial(_run_within, self, model)
 
-    def values(self) -> dict[Hashable, Any]:
-        """Returns what each place held, by a key that it has in other surroundings of the same model as well."""
-        return {key: place.copy for key, place in self._places.items()}
+    def changed_from(
+        self, before: Surroundings | None, change: Callable[[Any, Any], Any]
+    ) -> Surroundings:
+        """Returns surroundings with ``change(old, value)`` in place of each value.
+
+        Args:
+            before: other surroundings, whose value at a place is the old one; None where they lack the place.
+            change: returns the value itself where it is to stay.
+        """
+        other = copy.copy(self)
+        places = {} if before is None else before._places
+        other._places = {
+            key: place.replaced(change(places[key].copy if key in places else None, place.copy))
+            for key, place in self._places.items()
+        }
+        return other
 
     @contextmanager
     def restored(self) -> Iterator[None]:

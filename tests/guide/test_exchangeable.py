@@ -1,4 +1,4 @@
-"""Which plate of a grid minibatches are of: the one whose rows moved with the arguments, by its size."""
+"""Which plate of a grid minibatches are of: the one whose rows moved with the arguments."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ def along(model, calls):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_minibatches_are_of_the_plate_whose_rows_moved(inside):
+# as many weeks as pots: sizes do not tell the two apart
+@pytest.mark.parametrize("count", [3, POTS])
+def test_minibatches_are_of_the_plate_whose_rows_moved(inside, count):
     def model(*args):
         growth(*args, inside=inside)
 
     week, y = torch.arange(float(WEEKS)), torch.randn(WEEKS, POTS)
     of_weeks = [
-        (week[part], TREATED, y[part]) for part in (torch.randperm(WEEKS)[:3] for _ in range(5))
+        (week[part], TREATED, y[part]) for part in (torch.randperm(WEEKS)[:count] for _ in range(5))
     ]
     assert along(model, of_weeks) == {"weeks"}
     of_pots = [
@@ -56,8 +58,9 @@ def test_minibatches_are_of_the_plate_whose_rows_moved(inside):
     assert along(model, of_pots) == {"pots"}
 
 
+@pytest.mark.parametrize("count", [3, POTS])
 @pytest.mark.parametrize("of_weeks", [True, False])
-def test_rows_that_the_model_reads_elsewhere_move_as_well(of_weeks):
+def test_rows_that_the_model_reads_elsewhere_move_as_well(of_weeks, count):
     """As attributes beside the counts; the last minibatch is smaller, as that of a loader is."""
     week, y = torch.arange(float(WEEKS)), torch.randn(WEEKS, POTS)
     place = types.SimpleNamespace(week=week, treated=TREATED)
@@ -66,7 +69,7 @@ def test_rows_that_the_model_reads_elsewhere_move_as_well(of_weeks):
         growth(place.week, place.treated, y)
 
     def calls():
-        for size in (3, 3, 3, 3, 2):
+        for size in (count, count, count, count, 2):
             part = torch.randperm(WEEKS if of_weeks else POTS)[:size]
             place.week, place.treated = week, TREATED
             setattr(place, *(("week", week[part]) if of_weeks else ("treated", TREATED[part])))
@@ -93,22 +96,14 @@ def test_a_covariate_that_moves_tells_the_plate_where_densities_do_not():
     assert along(model, [(week[part], y[part]) for part in parts]) == {"weeks"}
 
 
-def test_data_that_stay_tell_the_plate_that_minibatches_are_not_of():
+def test_of_plates_that_nothing_tells_apart_the_outermost_is_taken():
     def model(week, treated, y=None):
-        growth(torch.zeros(WEEKS), treated, y)
+        growth(torch.zeros(WEEKS), treated, y, effect_of_pots=False)
 
-    assert along(model, [(None, TREATED, torch.randn(WEEKS, POTS)) for _ in range(5)]) == {"weeks"}
-
-
-@pytest.mark.parametrize("weeks", [WEEKS, POTS])  # as many of one as of the other, too
-def test_of_plates_that_nothing_tells_apart_the_outermost_is_taken(weeks):
-    def model(y):
-        growth(torch.zeros(weeks), torch.zeros(POTS), y, effect_of_pots=False)
-
-    assert along(model, [(torch.randn(weeks, POTS),) for _ in range(5)]) == {"pots"}
+    assert along(model, [(None, TREATED, torch.randn(WEEKS, POTS)) for _ in range(5)]) == {"pots"}
 
 
-def test_sequences_that_are_to_be_sorted_are_minibatches_of_sequences():
+def test_a_model_that_refuses_other_orders_may_have_any_plate():
     def model(length, y):
         if not (length.diff() <= 0).all():
             raise ValueError("lengths are to be sorted")
