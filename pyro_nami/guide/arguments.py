@@ -82,8 +82,8 @@ class Cache:
 class Look(NamedTuple):
     """What one run of the model has shown about calls of one kind."""
 
-    # observed site -> the argument, by position or name, that is its very value
-    slots: dict[str, int | str]
+    # observed site -> the place among the arguments' leaves of the one that is its very value
+    slots: dict[str, int]
     varying: bool  # whether calls with arguments of this kind vary in more
     # observed sites whose values move with parameters of the model
     moving: frozenset[str] = frozenset()

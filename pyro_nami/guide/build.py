@@ -36,13 +36,13 @@ from pyro_nami.guide.series import (
 )
 from pyro_nami.messages import quoted, warn
 from pyro_nami.networks.pooling import make_encoder
-from pyro_nami.networks.running import center_and_spread
 from pyro_nami.parameters.additions import initial_expert, initial_rows
 from pyro_nami.parameters.conditioning import covariates_of, nodes_of
 from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.parameters.group_network import TooLargeError
 from pyro_nami.parameters.inverse_network import InverseNetwork, as_pyro_module
 from pyro_nami.parameters.network_state import NetworkState
+from pyro_nami.parameters.regression import standardization
 from pyro_nami.parameters.series import SeriesNetwork
 from pyro_nami.program.isolation import random_layers, untouched
 from pyro_nami.program.masks import log_density_of
@@ -340,7 +340,7 @@ def _series(
     )
     if is_read:
         rows = summaries(first, plan.series, series)
-        standard[summarized] = _standardization(rows, plan.factory)
+        standard[summarized] = standardization(rows, plan.factory)
     return series
 
 
@@ -427,7 +427,7 @@ def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tens
     values = covariate_values(plan.covariates, first.program, first.run)
     for name, chosen in plan.columns.items():
         rows = values[name].reshape(-1, len(chosen))
-        standard[covariates_of(name)] = _standardization(rows, plan.factory)
+        standard[covariates_of(name)] = standardization(rows, plan.factory)
     return standard
 
 
@@ -453,20 +453,7 @@ def _site_standard(
         here = seen if len(seen) else torch.zeros_like(here)
     drawn = [rows(draw[name]) for draw in first.draws if name in draw]
     plenty = site["is_observed"] and len(here) >= enough_rows
-    return _standardization(here if plenty or not drawn else torch.cat(drawn), plan.factory)
-
-
-def _standardization(rows: Tensor, factory: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns (shift, scale) from rows of raw features; zeros and ones (categories) are left as they are."""
-    rows = rows.to(**factory)
-    center = rows.mean(0)
-    spread = torch.ones_like(center)
-    if len(rows) > 1:
-        center, spread = center_and_spread(rows)
-    usable = spread.isfinite() & (spread > 1e-6 * center.abs())
-    left = ((rows == 0) | (rows == 1)).all(0)
-    scale = torch.where(usable & ~left, 1 / spread, torch.ones_like(spread))
-    return torch.where(left | ~center.isfinite(), torch.zeros_like(center), -center * scale), scale
+    return standardization(here if plenty or not drawn else torch.cat(drawn), plan.factory)
 
 
 def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:

@@ -300,7 +300,7 @@ class _Derivation:
         before = {name: drawn[name] for name in group.needed if name in drawn}
         whole = DataSets.of({**values, **before}, *kind) if before else None
         if whole is not None and len(whole.keys) == len(data.keys):
-            yield starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
+            yield starts.setdefault((group, "needed"), Starts()), whole
 
 
 def _check_decided(solved: Any) -> None:

@@ -99,8 +99,8 @@ def _store_name(module: PyroModule, name: str) -> str:
     return f"{module._pyro_name}.{name.removesuffix('_unconstrained')}"
 
 
-# Old and new parameters of guides whose optimizers have not taken a step since; optimizers keep old ones alive.
-_waiting: list[tuple[list[weakref.ref], list[weakref.ref]]] = []
+# parameter that a guide no longer has -> those that came in its place; optimizers keep old ones alive
+_heirs = WeakTensorKeyDictionary()
 
 
 def hand_over(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
@@ -120,7 +120,9 @@ def hand_over(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
         [0.5, 0.5, 0.5]
     """
     _register()
-    _waiting.append((list(map(weakref.ref, before)), list(map(weakref.ref, after))))
+    heirs = [*map(weakref.ref, after)]
+    for each in before:
+        _heirs[each] = heirs
 
 
 @functools.cache  # one for all guides, as none may be removed while torch goes through them
@@ -130,29 +132,13 @@ def _register() -> Any:
 
 def _adopt(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Replaces parameters of an optimizer, before its step."""
-    for waiting in list(_waiting):
-        old, new = map(_alive, waiting)
-        known = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if not new or not known.isdisjoint(map(id, new)):
-            _waiting.remove(waiting)
-        elif not known.isdisjoint(map(id, old)):
-            _waiting.remove(waiting)
-            _replace(optimizer, old, new)
-
-
-def _alive(references: Sequence[weakref.ref]) -> list[Tensor]:
-    return [value for reference in references if (value := reference()) is not None]
-
-
-def _replace(optimizer: Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    gone, left = set(map(id, old)), [*new]
+    known = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for group in optimizer.param_groups:
-        kept = [each for each in group["params"] if id(each) not in gone]
-        if len(kept) < len(group["params"]):
-            kept += left
-            left = []
-        group["params"][:] = kept
-    for parameter in old:
-        optimizer.state.pop(parameter, None)
-    if hasattr(optimizer, "_numel_cache"):  # of LBFGS
-        optimizer._numel_cache = None
+        for old in [each for each in group["params"] if each in _heirs]:
+            heirs = [heir() for heir in _heirs.pop(old)]
+            new = [heir for heir in heirs if heir is not None and id(heir) not in known]
+            known.update(map(id, new))
+            group["params"][:] = [each for each in group["params"] if each is not old] + new
+            optimizer.state.pop(old, None)
+            if hasattr(optimizer, "_numel_cache"):  # of LBFGS
+                optimizer._numel_cache = None

@@ -73,7 +73,8 @@ class OwnData:
         call = _from_observations(call, plan, observations) if observations else call
         if plan.series is not None:
             return self._of_series(call)
-        look = self._looks.known(call.program.leaves())
+        leaves = call.program.leaves()
+        look = self._looks.known(leaves)
         given = call.values.keys()
         if look is None:
             call = _from_run(call, plan)
@@ -82,7 +83,7 @@ class OwnData:
             self._looks.note(look)
             return call._replace(moving=look.moving)
         slots = look.slots.items()
-        found = {name: call.program.argument(slot) for name, slot in slots if name not in given}
+        found = {name: leaves[i] for name, i in slots if name not in given}
         call = _with_own(call, plan, {k: v for k, v in found.items() if isinstance(v, Tensor)})
         lacks_data = any(name not in call.values for name in plan.read)
         places_latents = draws and not plan.sampling.interleaved
@@ -130,9 +131,8 @@ class OwnData:
 
 def _look_at(call: Call, own: Values, plan: Plan) -> Look:
     """Returns what a run of the model has shown about calls of this kind. ``own`` are the values it observed."""
-    program = call.program
-    arguments: list[tuple[int | str, Any]] = [*enumerate(program.args), *program.kwargs.items()]
-    places = {id(each): slot for slot, each in arguments if not plan.plates.subsampled}
+    leaves = enumerate(call.program.leaves())
+    places = {id(leaf): i for i, leaf in leaves if not plan.plates.subsampled}
     slots = {name: places[id(value)] for name, value in own.items() if id(value) in places}
     made = own.keys() - slots.keys()
     varying = bool(call.lacking or call.from_prior or made & plan.semi_observed)

@@ -282,25 +282,24 @@ class Plan:
 
 def new_site(name: str) -> str:
     """Returns the message for a site that the guide's first call did not have."""
-    return (
-        f"Expected the sites of the guide's first call; got a new site '{name}'. A guide's structure is fixed at its "
-        f"first call: make a new guide, and call it first with all sites that may occur.{_of_loops(name)}"
+    remedy = "and call it first with all sites that may occur"
+    return _other_sites(name, f"got a new site '{name}'", remedy)
+
+
+def _other_sites(name: str, got: str, remedy: str) -> str:
+    message = (
+        f"Expected the sites of the guide's first call; {got}. A guide's structure is fixed at its first call: make a "
+        f"new guide, {remedy}."
     )
-
-
-def _of_loops(name: str) -> str:
-    """Returns how a guide takes loops of any length, where a name may be that of a step."""
     if family_of(name) == name:
-        return ""
-    return " For loops of any length make a guide with mode='amortized' and exact=False, which learns their states."
+        return message
+    remedy = "make a guide with mode='amortized' and exact=False, which learns their states"
+    return f"{message} For loops of any length {remedy}."
 
 
 def missing_site(name: str) -> str:
     """Returns the message for a site of the guide's first call that a call lacks."""
-    return (
-        f"Expected the sites of the guide's first call; this call lacks '{name}'. A guide's structure is fixed at its "
-        f"first call: make a new guide, or sample the site in every call.{_of_loops(name)}"
-    )
+    return _other_sites(name, f"this call lacks '{name}'", "or sample the site in every call")
 
 
 def observed_latent(name: str) -> str:

@@ -235,7 +235,7 @@ class Learned(Rule):
     def _with_fixed(self, current: Pass, at: Callable[[Any], Any]) -> Any:
         """Returns the distribution ``at(state)``, with one of fixed parameters for the path score."""
         fn, state = at(current.state), current.state
-        fn.fixed = lambda: at(state.fixed(self.name)), state.network.places[self.name].path_share
+        fn.fixed = lambda: at(state.fixed), state.network.places[self.name].path_share
         return fn
 
     def _given(

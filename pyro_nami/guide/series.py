@@ -22,7 +22,6 @@ from pyro_nami.factors.potentials import NormalPotential
 from pyro_nami.factors.registry import features_of
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.guide.first_call import FirstCall
-from pyro_nami.networks.running import center_and_spread
 from pyro_nami.parameters.conditioning import (
     Flattened,
     Plates,
@@ -35,6 +34,7 @@ from pyro_nami.parameters.conditioning import (
     site_of,
 )
 from pyro_nami.parameters.inputs import concatenate
+from pyro_nami.parameters.regression import least_squares, standardization
 from pyro_nami.parameters.series import SeriesInputs, SeriesNetwork, SeriesSizes, SeriesStart
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.loops import Loops, LoopSites, family_of, step_of
@@ -294,7 +294,7 @@ def make_series_network(
     features = torch.cat([_flat(each.features) for each in inputs]).to(**factory)
     seen = torch.cat([_flat(each.seen) for each in inputs]).to(features)
     draws = [_flat(_steps_first(_by_step(draw[states.name], layout), plan)) for draw in first.draws]
-    shift, scale = _standard(features, seen > 0)
+    shift, scale = _standard(features, seen > 0, factory)
     number = 0 if states.values else layout.width  # of Normal elements
     zeros, ones = torch.zeros(number), torch.ones(number)
     start = SeriesStart(shift, scale, zeros, ones, ones, zeros, zeros)
@@ -363,18 +363,11 @@ def _flat(part: Tensor) -> Tensor:
     return part.reshape(-1, part.shape[-1])
 
 
-def _standard(features: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns shift and scale of each column of ``(rows, features)``; a column of zeros and ones is left as it is."""
-    shift, scale = torch.zeros_like(features[0]), torch.ones_like(features[0])
-    for i, (column, there) in enumerate(zip(features.unbind(-1), seen.unbind(-1))):
-        rows = column[there & column.isfinite()]
-        if len(rows) < 2 or bool(((rows == 0) | (rows == 1)).all()):
-            continue
-        center, spread = center_and_spread(rows.unsqueeze(-1))
-        if spread > 1e-6 * center.abs():
-            scale[i] = 1 / spread
-        shift[i] = -center * scale[i]
-    return shift, scale
+def _standard(features: Tensor, seen: Tensor, factory: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns shift and scale of each column of ``(rows, features)`` by the rows where it is seen."""
+    columns = zip(features.split(1, -1), (seen & features.isfinite()).unbind(-1))
+    shift, scale = zip(*(standardization(rows[there], factory) for rows, there in columns))
+    return torch.cat(shift), torch.cat(scale)
 
 
 def _at_regression(start: SeriesStart, x: Tensor, z: Tensor) -> SeriesStart:
@@ -388,15 +381,8 @@ def _at_regression(start: SeriesStart, x: Tensor, z: Tensor) -> SeriesStart:
         if len(goal) <= x.shape[-1] + 1:
             continue
         center[e], spread[e] = goal.mean(), goal.std().clamp(min=1e-6)
-        design = x[fine].double()
         goal = ((goal - center[e]) / spread[e]).double()
-        # features that single precision hardly tells apart share their slope
-        rtol = torch.finfo(torch.float32).eps
-        inverse = torch.linalg.pinv(design.mT @ design, hermitian=True, rtol=rtol)
-        found = inverse @ (design.mT @ goal)
-        # degrees of freedom, without which residuals of many features would tell too little
-        free = len(goal) - x.shape[-1]
-        residual = ((goal - design @ found).square().sum() / free).sqrt()
+        found, residual = least_squares(x[fine].double(), goal, len(goal) - x.shape[-1])
         if residual < 1:
             slope[e], left[e] = found, residual.clamp(min=LEAST_LEFT)
     return start._replace(center=center, spread=spread, slope=slope, left=left)

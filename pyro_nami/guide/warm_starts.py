@@ -59,10 +59,7 @@ class DataSets(NamedTuple):
 
 
 class Starts:
-    """Values of latents, stored by data set.
-
-    Args:
-        is_renewed: whether all are forgotten where there is no room for others, rather than these left out.
+    """Values of latents, stored by data set; all are forgotten where there is no room for others.
 
     Example:
         >>> first = DataSets.of({"x": torch.tensor([1.0, 2.0])}, {"z": 0}, 0)
@@ -72,8 +69,7 @@ class Starts:
         {'z': tensor([1.5000,    nan])}
     """
 
-    def __init__(self, is_renewed: bool = False) -> None:
-        self.is_renewed = is_renewed
+    def __init__(self) -> None:
         self._kept: dict[int, dict[str, Tensor]] = {}
 
     def find(self, data: DataSets, others: Values | None = None) -> dict[str, Tensor]:
@@ -96,7 +92,7 @@ class Starts:
         kept = next(iter(self._kept.values()), {})
         shapes = {name: value.shape[1:] for name, value in new.items()}
         most = rows_in_memory(max(map(torch.Size.numel, shapes.values()), default=1))
-        is_full = self.is_renewed and len(self._kept) + len(data.keys) > most
+        is_full = len(self._kept) + len(data.keys) > most
         if is_full or shapes != {name: value.shape for name, value in kept.items()}:
             self._kept = {}
         for key, *rows in zip(data.keys, *new.values()):

@@ -6,7 +6,6 @@ locations are in units of the spread of draws about the row's bias.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -51,11 +50,6 @@ class PlacedFactor:
     stack: SplineStack | None  # splines in sequence that couple its elements
     read: Tensor | None  # columns that the splines read
     path_share: PathShare = field(default_factory=PathShare)
-
-    @functools.cached_property
-    def nodes(self) -> frozenset:
-        """The nodes that the factor reads."""
-        return frozenset().union(*map(nodes_of, self.factor.sources))
 
     def rows(self, values: Tensor) -> Tensor:
         """Returns the factor's part of ``values``, one a row of the network: a view ``(elements, rows)``."""

@@ -6,7 +6,7 @@ Feature tensors are ``(*left, *plates, features)``, with Pyro's plate dims in pl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from pyro_nami.deriving.expansion import broadcast
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.networks.reductions import Along, Reduction, Segments
 from pyro_nami.parameters.conditioning import Direct, Flattened, Pooled, Source
+from pyro_nami.reading.index_maps.nesting import routes
 
 __all__ = ["IndexMaps", "Pooling", "Sources", "concatenate"]
 
@@ -44,14 +45,9 @@ class IndexMaps:
     def index(self, rows: str, plate: str) -> Tensor:
         """Returns the instance of ``plate`` of each row, along a chain of maps if need be."""
         if (rows, plate) not in self.maps:
-            between = next(p for q, p in self.maps if q == rows and self._leads(p, plate))
-            self.maps[rows, plate] = self.index(between, plate)[self.maps[rows, between]]
+            ways = routes(self.maps, rows)
+            self.maps[rows, plate] = next(way.rows for way in ways if way.end == plate)
         return self.maps[rows, plate]
-
-    def _leads(self, rows: str, plate: str) -> bool:
-        return (rows, plate) in self.maps or any(
-            self._leads(p, plate) for q, p in self.maps if q == rows
-        )
 
     def segments(self, rows: str, plates: tuple[str, ...], dim: int) -> Segments:
         """Returns the rows, along ``dim``, as sets, one for each combination of instances of ``plates``."""
@@ -93,9 +89,10 @@ class Sources:
         """Makes features known, of size 1 in plates that a node lacks."""
         self._features[node] = features
 
-    def take(self, other: Sources) -> None:
-        """Makes known what other sources know."""
-        self._features.update(other._features)
+    def take(self, other: Sources, drawn: Collection[Hashable]) -> None:
+        """Makes known what other sources know; gradients go through nodes that were ``drawn`` alone."""
+        for node, features in other._features.items():
+            self._features[node] = features if node in drawn else features.detach()
 
     def value(self, source: Source) -> Tensor:
         """Returns the features that a factor reads by a source, ``(*left, *plates, features)``."""

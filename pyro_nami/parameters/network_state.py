@@ -25,7 +25,7 @@ from pyro_nami.parameters.series import SeriesInputs, SeriesPass
 from pyro_nami.parameters.spline_stack import StackPass
 from pyro_nami.parameters.training import TrainingRecord
 
-__all__ = ["NetworkState", "Numbers"]
+__all__ = ["NetworkState"]
 
 
 class GroupPass:
@@ -195,20 +195,12 @@ class NetworkState:
     # ---- parameters
 
     @functools.cached_property
-    def _fixed(self) -> NetworkState:
+    def fixed(self) -> NetworkState:
         """This state with the outputs of networks detached, so that gradients come through draws only."""
         with poutine.block(), torch.no_grad():
             fixed = self._remake()
-        fixed._sources.take(self._sources)
+        fixed._sources.take(self._sources, self._drawn)
         return fixed
-
-    def fixed(self, name: Hashable) -> NetworkState | Numbers:
-        """Returns a state that gives a factor's parameters with network outputs detached from their weights."""
-        place = self.network.places[name]
-        is_at_once = not (place.factor.sequential or place.factor.coupled)
-        if not is_at_once or not place.nodes.isdisjoint(self._drawn):
-            return self._fixed
-        return Numbers(self)
 
     def params(self, name: Hashable) -> Tensor:
         """Returns the parameters of a factor, ``(*batch, elements, params)``.
@@ -293,16 +285,6 @@ class NetworkState:
         if self._record is not None:
             self._record.inputs.append((group, first, last, x.detach()))
         return group.running(x, first, last)
-
-
-class Numbers(NamedTuple):
-    """The parameters of factors that read nothing that was drawn."""
-
-    state: NetworkState
-
-    def params(self, name: Hashable) -> Tensor:
-        """Returns the parameters of a factor, ``(*batch, elements, params)``, as numbers."""
-        return self.state.params(name).detach()
 
 
 class ElementConditionals(NamedTuple):

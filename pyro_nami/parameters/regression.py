@@ -1,4 +1,4 @@
-"""Initial weights of a compiled guide by least squares on simulations.
+"""Where networks start: units of what they read, and regressions on simulations.
 
 The location of a latent as a linear function of what its factor reads needs no gradient steps. Row
 by row, within the mask of the network, `regress` writes regression coefficients to the direct
@@ -16,12 +16,13 @@ from torch import Tensor
 
 from pyro_nami.factors.joint import to_sequence
 from pyro_nami.factors.links import raw_scale
+from pyro_nami.networks.running import center_and_spread
 from pyro_nami.parameters.conditioning import Direct
 from pyro_nami.parameters.inputs import concatenate
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 
-__all__ = ["regress"]
+__all__ = ["least_squares", "regress", "standardization"]
 
 
 @torch.no_grad()
@@ -79,14 +80,8 @@ def _regress_rows(
             continue
         design, goal = x[fine][:, columns].double(), goal[fine].double()
         center, middle = design.mean(0), goal.mean()
-        design = design - center
-        # inputs that single precision hardly tells apart share their slope
-        inverse = torch.linalg.pinv(
-            design.mT @ design, hermitian=True, rtol=torch.finfo(torch.float32).eps
-        )
-        slope = inverse @ (design.mT @ (goal - middle))
-        left = goal - middle - design @ slope
-        spread = (left.square().sum() / max(count - len(columns) - 1, 1)).sqrt()
+        free = max(count - len(columns) - 1, 1)
+        slope, spread = least_squares(design - center, goal - middle, free)
         if not (slope.isfinite().all() and spread.isfinite() and spread > 0):
             continue
         mlp.units[row] = spread.to(bias)
@@ -94,3 +89,28 @@ def _regress_rows(
         bias[row] = (middle - center @ slope).to(bias)
         bias[row + 1] = raw_scale(spread.to(bias))
     mlp.set_output_bias(bias)
+
+
+def least_squares(design: Tensor, goal: Tensor, free: int) -> tuple[Tensor, Tensor]:
+    """Returns the slope ``(columns,)`` of a goal ``(rows,)`` on a design ``(rows, columns)``, and its residual scale.
+
+    Columns that single precision hardly tells apart share their slope. ``free`` are the degrees of freedom of the
+    residuals, without which those of many columns would tell too little.
+    """
+    rtol = torch.finfo(torch.float32).eps
+    inverse = torch.linalg.pinv(design.mT @ design, hermitian=True, rtol=rtol)
+    slope = inverse @ (design.mT @ goal)
+    return slope, ((goal - design @ slope).square().sum() / free).sqrt()
+
+
+def standardization(rows: Tensor, factory: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns shift and scale of the columns of ``(rows, features)``; zeros and ones (categories) stay as they are."""
+    rows = rows.to(**factory)
+    center = rows.mean(0)
+    spread = torch.ones_like(center)
+    if len(rows) > 1:
+        center, spread = center_and_spread(rows)
+    usable = spread.isfinite() & (spread > 1e-6 * center.abs())
+    left = ((rows == 0) | (rows == 1)).all(0)
+    scale = torch.where(usable & ~left, 1 / spread, torch.ones_like(spread))
+    return torch.where(left | ~center.isfinite(), torch.zeros_like(center), -center * scale), scale

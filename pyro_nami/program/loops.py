@@ -201,18 +201,15 @@ class LoopSites(NamedTuple):
             whole = "" if self.families else ", without a mask,"
             expected = f"latent '{name}' of {kind}{whole} and"
             is_cut = is_masked(site) and not self.families
-            is_like = is_like and self._is_kind(fn) and not (is_cut or site["is_observed"])
+            is_kind = type(innermost(fn)) is dist.Normal
+            if self.values:
+                is_kind = num_values(fn) == self.values
+            is_like = is_like and is_kind and not (is_cut or site["is_observed"])
         if not is_like:
             raise ValueError(
                 f"Expected {expected} scaled as '{first['name']}', as at the first call of the guide, which read it "
                 "as one loop. Make a new guide for another loop."
             )
-
-    def _is_kind(self, fn: Any) -> bool:
-        """Whether a distribution is one of these states: Normal, or of their number of values."""
-        if self.values:
-            return num_values(fn) == self.values
-        return type(innermost(fn)) is dist.Normal
 
 
 class Loops(NamedTuple):

@@ -42,12 +42,6 @@ class Program(NamedTuple):
         """The model and its arguments, one by one."""
         return self.model, *self.args, *self.kwargs.values()
 
-    def argument(self, slot: int | str) -> Any:
-        """Returns the model's argument at a position or of a name; None if this call has none."""
-        if isinstance(slot, str):
-            return self.kwargs.get(slot)
-        return self.args[slot] if slot < len(self.args) else None
-
     def leaves(self) -> list[Any]:
         """Returns all that the arguments hold, and the names of those that have one."""
         return tree_leaves([*self.args, *self.kwargs.values(), *self.kwargs])

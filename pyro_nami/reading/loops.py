@@ -65,7 +65,11 @@ def find_loops(
     latents = [name for name in sites if name not in observed]
     families = _families([name for name in latents if _is_state(sites[name], learned)])
     # others, such as coefficients that all data read, may be parents of states
-    linked = {key: names for key, names in families.items() if _is_linked(names, parents)}
+    linked = {
+        key: names
+        for key, names in families.items()
+        if any(not parents[name].isdisjoint(names) for name in names)
+    }
     for chosen in (families, linked):
         members = set[str]().union(*chosen.values())
         if any(parents[name] & members for name in latents if name not in members):
@@ -108,11 +112,6 @@ def _loops_of(
     if len(set(names)) < len(names) or not sites.keys().isdisjoint(names):
         return NO_LOOPS
     return Loops((held, *data))
-
-
-def _is_linked(names: Sequence[str], parents: Parents) -> bool:
-    """Whether a site of a family reads another one of it."""
-    return any(not parents[name].isdisjoint(names) for name in names)
 
 
 def _places_of(states: Sites) -> dict[str, range]:

@@ -155,7 +155,7 @@ def test_memory_is_bounded(monkeypatch):
     starts = Starts()
     starts.note(data, {"z": torch.arange(10.0).reshape(5, 2)})
     assert starts.find(data)["z"].isnan().any(-1).tolist() == [False, False, False, True, True]
-    renewed = Starts(is_renewed=True)
+    renewed = Starts()
     for first in (0, 2, 4):
         now = DataSets.of({"x": torch.arange(first, first + 2.0)}, {"x": 0, "z": 1}, 0)
         renewed.note(now, {"z": torch.ones(2, 2)})
