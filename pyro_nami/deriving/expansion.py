@@ -68,7 +68,18 @@ class Changed(Exception):
     """Ends an expansion that a run has shown to be made for another model: sizes, or what is observed, are others."""
 
 
-class Expansion:
+class Remade:
+    """What keeps how it was made, to be made again with other arguments."""
+
+    _make: Callable[..., Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        made._make = functools.partial(cls, *args, **kwargs)
+        return made
+
+
+class Expansion(Remade):
     """The log density of a group's children about some point, as a function of the members.
 
     Args:
@@ -89,13 +100,6 @@ class Expansion:
     """
 
     runs = 1
-    _args: tuple[Any, ...]
-    _kwargs: dict[str, Any]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        made = super().__new__(cls)
-        made._args, made._kwargs = args, kwargs  # for `anew`
-        return made
 
     def __init__(
         self,
@@ -159,7 +163,7 @@ class Expansion:
 
     def anew(self, **changes: Any) -> Self:
         """Returns the next expansion, made as this one was but for some arguments, as ``at`` or ``given``."""
-        other = type(self)(*self._args, **{**self._kwargs, **changes})
+        other: Self = self._make(**changes)
         other.runs, other.xi = self.runs + 1, self.xi
         return other
 

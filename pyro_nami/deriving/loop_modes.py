@@ -136,7 +136,8 @@ class StatesAboutMode(LoopStates):
         if flaw or self.group.drawn is self.group:
             return flaw
         mode = {self.first: self.mean().detach().to(self.values[self.first])}
-        near: Any = NearestStates(self.group.drawn, *self._args[1:], at=mode)
+        rest = self.nesting, self.differentiable
+        near: Any = NearestStates(self.group.drawn, self.leading, *rest, at=mode)
         near, _ = solved(near, run(near), run)
         return "" if near.is_near else _FAR_FROM_NORMAL
 
@@ -176,9 +177,8 @@ class StatesAboutMode(LoopStates):
         if not self._is_smooth(run, mean + line[0] * deviations, mean + line[-1] * deviations):
             return "the log density of the data is not concave in the states, and may jump"
         starts = torch.cat((mean + line * deviations, mean + line * deviations * signs))
-        group, leading, *rest = self._args
-        leading = (len(starts), *leading)
-        others = StatesAboutMode(group, leading, *rest, at={self.first: starts})
+        leading, rest = (len(starts), *self.leading), (self.nesting, self.differentiable)
+        others: Any = StatesAboutMode(self.group, leading, *rest, at={self.first: starts})
         others, there = solved(others, run(others), run)
         apart = ((others.mean() - mean) / self.deviations()).abs()
         is_elsewhere = self.summed((apart > MOST_APART).any(-1).double()) > 0

@@ -134,7 +134,7 @@ class Newton(JointGaussian):
                 parameters_of(*self._densities.values(), but=self.values.values())
             )
         if self.group.is_tabulated:
-            return Tabulated(*self._args[:3], differentiable, near=self)
+            return Tabulated(self.group, self.leading, self.nesting, differentiable, near=self)
         if not differentiable:
             return None
         self.differentiable = True

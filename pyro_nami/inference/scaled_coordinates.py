@@ -13,7 +13,7 @@ from torch.distributions import biject_to
 from pyro_nami.factors.completed import is_support_unknown
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.site_messages import Values
-from pyro_nami.networks.running import center_and_spread, tempered
+from pyro_nami.networks.running import center_and_spread
 
 __all__ = ["Coordinates", "SiteForm", "site_forms"]
 
@@ -83,7 +83,9 @@ class Coordinates:
     def __call__(self, values: Values, batch_dims: int = 1) -> Tensor:
         """Returns the coordinates of values with some batch dims, ``(*batch, coordinates)``."""
         raw = torch.cat(list(self._parts(values, batch_dims).values()), -1)
-        return tempered((raw - self._center) / self._scale, linear=self.linear)
+        standard = (raw - self._center) / self._scale
+        beyond = (standard.abs() - self.linear).clamp(min=0)
+        return standard.clamp(-self.linear, self.linear) + standard.sign() * beyond.log1p()
 
     def _parts(self, values: Values, batch_dims: int) -> Values:
         parts = {}
