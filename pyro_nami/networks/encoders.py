@@ -116,7 +116,7 @@ class SeriesEncoder(nn.Module):
 
     def __init__(self, series: Tensor, num_units: int = 24, most_steps: int = 32) -> None:
         super().__init__()
-        series = _with_numbers(series)
+        series = self._with_numbers(series)
         self.standard = _Standard(series.flatten(0, -2))
         steps, inputs, layers = series.shape[1], series.shape[2], []
         while steps > most_steps:
@@ -126,9 +126,13 @@ class SeriesEncoder(nn.Module):
         self.summary = SeriesSummary(inputs, num_units)
         self.to(series)
 
+    @staticmethod
+    def _with_numbers(series: Tensor) -> Tensor:
+        return series.unsqueeze(-1) if series.dim() == 2 else series
+
     def forward(self, series: Tensor) -> Tensor:
         """Returns features ``(batch, features)``."""
-        x = self.standard(_with_numbers(series))
+        x = self.standard(self._with_numbers(series))
         x = self.layers(x.mT).mT if len(self.layers) else x
         return self.summary(x.transpose(0, 1))
 
@@ -147,18 +151,18 @@ class RowsEncoder(nn.Module):
 
     def __init__(self, tables: Tensor, num_features: int = 32) -> None:
         super().__init__()
-        tables = _with_numbers(tables)
+        tables = self._with_numbers(tables)
         self.standard = _Standard(tables.flatten(0, -2))
         self.rows = MeanEncoder(tables.shape[2], num_features, (64, 64))
         self.to(tables)
 
+    @staticmethod
+    def _with_numbers(tables: Tensor) -> Tensor:
+        return tables.unsqueeze(-1) if tables.dim() == 2 else tables
+
     def forward(self, tables: Tensor) -> Tensor:
         """Returns features ``(batch, features)``."""
-        return self.rows(self.standard(_with_numbers(tables)), Along(-1)).squeeze(-2)
-
-
-def _with_numbers(values: Tensor) -> Tensor:
-    return values.unsqueeze(-1) if values.dim() == 2 else values
+        return self.rows(self.standard(self._with_numbers(tables)), Along(-1)).squeeze(-2)
 
 
 # name -> the encoder, and the numbers of dims of a value that it reads

@@ -11,6 +11,7 @@ __all__ = ["Base", "MaskedMLP"]
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from pyro_nami.networks.masks import check_width, layer_masks, split_steps, unit_steps
 from pyro_nami.networks.pace import Pace
-from pyro_nami.networks.stepped import Activation, PassWeights, SteppedState
+from pyro_nami.networks.stepped import Activation, PassWeights, SteppedState, start_pass
 
 # weights of an output layer; of larger ones only the biases have speeds, as these take time
 MOST_PACED = 200_000
@@ -191,8 +192,12 @@ class MaskedMLP(nn.Module):
                 reads[-1] += (0,)
 
         bounds = [(each[0], each[-1]) for each in self.bounds] if whole else self.bounds
-        known = PassWeights(bounds, reads, weights, self.activation)
-        return SteppedState(known, [bias.t() for bias in biases])
+        matrices = [
+            weight.split([end - start for start, end in pairwise(each)])
+            for weight, each in zip(weights, bounds[1:])
+        ]
+        known = PassWeights(bounds, reads, matrices, self.activation)
+        return start_pass(known, [bias.t() for bias in biases])
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
