@@ -135,17 +135,7 @@ def _trained(
     num = given.num
     steps = chosen.steps or (450 if num < FEW_SIMULATIONS else round(20 * num**0.5))
     structure = source if chosen.fresh else source.of(undrawn(source.model))
-    training = _Training(
-        structure,
-        given.groups,
-        given.seen,
-        given.own,
-        chosen.fresh,
-        steps,
-        chosen.progress,
-        chosen.embeddings,
-        chosen.options,
-    )
+    training = _Training(structure, given, chosen, steps)
     try:
         posterior = training.posterior(guide)
     except KeyboardInterrupt as error:
@@ -185,19 +175,14 @@ class _Training(NamedTuple):
     """The simulations and settings of one call of `amortize`, by which up to three guides are trained."""
 
     simulator: Simulator
-    groups: list[Batch]  # the simulations, by the arguments that they were made at
-    seen: History  # of a posterior without training; counts the simulations that are not finite
-    own: bool  # whether the simulator made the draws, with the model's prior
-    fresh: bool  # whether each step draws simulations of its own
+    given: GroupedSimulations
+    chosen: Chosen
     steps: int
-    progress: bool
-    embeddings: Mapping[str, Any] | None
-    options: Mapping[str, Any]
 
     @property
-    def num(self) -> int:
-        """The number of simulations."""
-        return sum(group.draws.num for group in self.groups)
+    def groups(self) -> list[Batch]:
+        """The simulations, by the arguments that they were made at."""
+        return self.given.groups
 
     def posterior(self, guide: AutoNaMIGuide | None) -> AmortizedPosterior:
         """Returns the posterior by this guide, or by one that is made for the model."""
@@ -231,10 +216,11 @@ class _Training(NamedTuple):
 
     def _best(self) -> _Trained:
         """Returns the best guide that is made for the model; without training if all its latents are exact."""
-        given = {**self.options, **self._embeddings(by_shape=False)}
-        guide, options = first_guide(self.simulator, self.groups[0].draws, self.own, given)
+        asked = {**self.chosen.options, **self._embeddings(by_shape=False)}
+        draws, own = self.groups[0].draws, self.given.own
+        guide, options = first_guide(self.simulator, draws, own, asked)
         if not guide.num_parameters:
-            return _Trained(0.0, guide, self.seen)
+            return _Trained(0.0, guide, self.given.seen)
         families = {name: rule.family for name, rule in guide._made().learned.items()}
         names = learned(guide)
         plain = [name for name in names if name in families and families[name].locations]
@@ -261,7 +247,7 @@ class _Training(NamedTuple):
     ) -> Callable[[], AutoNaMIGuide]:
         """Returns a function that makes guides with splines for these latents."""
         # without a density the latents of simulations do not move, and four splines do best for few of them as well
-        few = self.num < FEW_SIMULATIONS
+        few = self.given.num < FEW_SIMULATIONS
         moves = not isinstance(self.simulator.model, SimulatorModel)
         families: Any = dict.fromkeys(names, flow(8, 2 if few and moves else 4))
         given = options.get("families")
@@ -277,7 +263,7 @@ class _Training(NamedTuple):
     def _embeddings(self, by_shape: bool) -> dict[str, Any]:
         """Returns the guide's option of how networks read observed values, if there is one."""
         observed = self.groups[0].draws.observed
-        found = embeddings_for(self.simulator, observed, self.embeddings, by_shape=by_shape)
+        found = embeddings_for(self.simulator, observed, self.chosen.embeddings, by_shape=by_shape)
         return {"embeddings": found} if found else {}
 
     def _restrained(
@@ -294,7 +280,7 @@ class _Training(NamedTuple):
             first: a guide to begin with, which has not been trained either.
         """
         trained = [self.run(first or named(make()), rate)]
-        for slower in () if self.fresh else (rate, rate / 3):
+        for slower in () if self.chosen.fresh else (rate, rate / 3):
             if not self._overfits(trained[-1]):
                 break
             # at a rate that stays the same, this decay would shrink weights by a factor of exp(-7)
@@ -336,7 +322,7 @@ class _Training(NamedTuple):
         self, guide: AutoNaMIGuide, rate: float, share: float = 1.0, decay: float = 0.0
     ) -> _Trained:
         """Returns a guide after training, for a share of the steps."""
-        simulator = self.simulator
+        simulator, fresh = self.simulator, self.chosen.fresh
         steps = max(1, round(share * self.steps))
         train = [_split(group)[1] for group in self.groups]
         num = sum(group.draws.num for group in train)
@@ -358,14 +344,14 @@ class _Training(NamedTuple):
         )
         history = compilation.fit(
             steps,
-            self._arguments_at if self.fresh else self.groups[0].args,
+            self._arguments_at if fresh else self.groups[0].args,
             self.groups[0].kwargs,
-            data=None if self.fresh else train,
-            refresh=0 if self.fresh else REFRESHED,
+            data=None if fresh else train,
+            refresh=0 if fresh else REFRESHED,
             validation=self.held_out,
             validate_every=max(1, steps // 50),
             patience=25,
-            progress=self.progress,
+            progress=self.chosen.progress,
         )
         loss = dict(history.validation).get(history.best_step or 0, math.inf)
         return _Trained(loss, guide, history)

@@ -19,7 +19,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_nami.guide.nami import AutoNaMIGuide
-from pyro_nami.inference.ranks import guide_draws, ranks_among
+from pyro_nami.inference.ranks import below, density_ranks, guide_draws, ranks_among
 from pyro_nami.inference.simulate import Batch, JointDraws, Simulator
 from pyro_nami.inference.target import Target
 from pyro_nami.program.isolation import forked_rng
@@ -151,17 +151,11 @@ def _inside(simulator: Simulator, guide: AutoNaMIGuide, batch: Batch) -> dict[st
         for name, drawn in draws.items():
             ranks = ranks_among(drawn, part.latents[name], name)
             low = (1 - LEVEL) / 2
-            share = _below(ranks, 1 - low) - _below(ranks, low)
+            share = below(ranks, 1 - low, DRAWS) - below(ranks, low, DRAWS)
             found.setdefault(name, []).append(share.flatten())
-        log_q = target.guide_log_prob(extent, draws)
-        denser = ranks_among(-log_q, -target.guide_log_prob(extent, part.latents), TOGETHER)
-        found.setdefault(TOGETHER, []).append(_below(denser, LEVEL))
+        denser = density_ranks(target, extent, draws, part, TOGETHER)
+        found.setdefault(TOGETHER, []).append(below(denser, LEVEL, DRAWS))
     return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def _below(ranks: Tensor, level: float) -> Tensor:
-    """Returns the part of each rank's cell that lies below a level, so that shares are unbiased at every level."""
-    return (level * (DRAWS + 1) - ranks).clamp(0, 1)
 
 
 @torch.no_grad()

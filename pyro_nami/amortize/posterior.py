@@ -22,7 +22,8 @@ from pyro_nami.fit.fitting import DEFENSIVE
 from pyro_nami.fit.posterior import Posterior, learned
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.history import History
-from pyro_nami.inference.importance import as_data, weighted_draws
+from pyro_nami.inference.importance import weighted_draws
+from pyro_nami.inference.observations import as_mapping
 from pyro_nami.inference.simulator_model import SimulatorModel, as_floating
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weighted_samples import K_MAX, Pool, WeightedSamples, warn_of_bad
@@ -213,7 +214,7 @@ class AmortizedPosterior:
         self, model: SimulatorModel, data: Mapping[str, Any], num_samples: int
     ) -> Posterior:
         """Returns draws of the guide, with weights of one, for data without a density."""
-        data = dict(as_data(data))
+        data = dict(as_mapping(data))
         for name in model.data.keys() & data.keys():
             data[name] = as_floating(torch.as_tensor(data[name]))
             if not data[name].isfinite().all():

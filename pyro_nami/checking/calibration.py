@@ -30,7 +30,7 @@ from pyro_nami.checking.rank_tests import (
 )
 from pyro_nami.checking.simulations import finite_draws, guide_and_arguments, seeded
 from pyro_nami.inference.observations import observed_names
-from pyro_nami.inference.ranks import guide_draws, ranks_among
+from pyro_nami.inference.ranks import below, density_ranks, guide_draws, ranks_among
 from pyro_nami.inference.scaled_coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import with_drawn_data
@@ -116,13 +116,10 @@ class Calibration:
             shares = []
             for level in levels:
                 low = (1 - level) / 2 if name in self.ranks else 0.0
-                shares.append(self._below(ranks, low + level) - self._below(ranks, low))
+                inside = below(ranks, low + level, self.num_draws)
+                shares.append((inside - below(ranks, low, self.num_draws)).mean(0))
             result[name] = torch.stack(shares)
         return result
-
-    def _below(self, ranks: Tensor, level: float) -> Tensor:
-        """Share of ranks below a level, each spread evenly over its cell: unbiased at every level."""
-        return (level * (self.num_draws + 1) - ranks).clamp(0, 1).mean(0)
 
     @property
     def _title(self) -> str:
@@ -319,9 +316,7 @@ def _joint_ranks(
     true = (coordinates(truth.latents) - points).square().sum(-1)
     ranks = {JOINT_TARP: ranks_among(drawn, true, JOINT_TARP)}
     if hasattr(target.guide, "log_prob"):
-        drawn = -target.guide_log_prob(extent, draws)
-        true = -target.guide_log_prob(extent, truth.latents)
-        ranks[JOINT_DENSITY] = ranks_among(drawn, true, JOINT_DENSITY)
+        ranks[JOINT_DENSITY] = density_ranks(target, extent, draws, truth, JOINT_DENSITY)
     return ranks
 
 

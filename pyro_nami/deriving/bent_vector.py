@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import TOLERANCE
 from pyro_nami.deriving.gaussian_levels import times
 from pyro_nami.deriving.grids import FLOOR, HALF, SIZE, LineDensity, grid_like, slope_of
 from pyro_nami.deriving.nearest_normal import LOWEST, quasi_normal
@@ -26,6 +25,7 @@ __all__ = [
     "bent_along_lines",
     "effective_share",
     "reweighted",
+    "tempered",
     "unbent",
 ]
 
@@ -37,6 +37,8 @@ RUN_POINTS = 256
 # Share of weighted points that are effective after weights are raised to a power; without it, a few points far out
 # have all the weight.
 TEMPERED = 0.2
+# Power of weights at which a million nats are one: none is lower.
+LEAST_POWER = 1e-6
 # Change of a slope within a step of a grid, in nats per deviation, that only the edge of a support has.
 JUMP = 8.0
 
@@ -136,7 +138,7 @@ def reweighted(
         log_weight = heights(points) - log_q
         effective = float(effective_share(log_weight).min())
         # by how much they differ from equal ones, whose mean and covariance are known
-        weights = (_tempered(log_weight) - 1 / len(points))[..., None]
+        weights = (tempered(log_weight, TEMPERED).softmax(0) - 1 / len(points))[..., None]
         off = points - found.center
         moved = (weights * off).sum(0)
         covariance = found.root @ found.root.mT
@@ -169,11 +171,12 @@ def effective_share(log_weight: Tensor) -> Tensor:
     return 1 / (len(weights) * weights.square().sum(0))
 
 
-def _tempered(log_weight: Tensor) -> Tensor:
-    """Returns weights that sum to 1, to a power at which `TEMPERED` of the points are effective, if fewer are."""
+def tempered(log_weight: Tensor, share: float) -> Tensor:
+    """Returns log weights ``(points, *batch)`` times a power at which a share of the points is effective."""
     power = torch.ones_like(log_weight[0])
     few = power > 0
     while bool(few.any()):
-        few = (effective_share(power * log_weight) < TEMPERED) & (power > TOLERANCE)
+        # of weights that are zero but for a few, no power makes more effective
+        few = (effective_share(power * log_weight) < share) & (power > LEAST_POWER)
         power = torch.where(few, 0.7 * power, power)
-    return (power * log_weight).softmax(0)
+    return power * log_weight

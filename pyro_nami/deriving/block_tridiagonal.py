@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyro_nami.deriving.gaussian_levels import times
+from pyro_nami.deriving.gaussian_levels import cholesky, times
 
 __all__ = ["Solved", "inverse_of_blocks", "root_of_blocks", "solved_blocks"]
 
@@ -90,15 +90,13 @@ def solved_blocks(diagonal: Tensor, lower: Tensor, right: Tensor) -> Solved:
 
 def root_of_blocks(matrix: Tensor) -> Tensor:
     """Returns the Cholesky factors of blocks ``(*batch, m, m)``; NaN where one is not positive definite."""
-    if matrix.shape[-1] == 1:  # many times as fast
-        return torch.where(matrix > 0, matrix, torch.nan).sqrt()
-    root, failed = torch.linalg.cholesky_ex(matrix)
-    return torch.where((failed > 0)[..., None, None], torch.nan, root)
+    root, failed = cholesky(matrix)
+    return torch.where(failed[..., None, None], torch.nan, root)
 
 
 def inverse_of_blocks(matrix: Tensor) -> Tensor:
     """Returns the inverses of blocks ``(*batch, m, m)``; NaN where one is not positive definite."""
-    if matrix.shape[-1] == 1:
+    if matrix.shape[-1] == 1:  # many times as fast
         return torch.where(matrix > 0, matrix, torch.nan).reciprocal()
     return torch.cholesky_inverse(root_of_blocks(matrix))
 

@@ -43,10 +43,9 @@ class DiscreteStates(Expansion):
         leading, nesting, differentiable, given: as for `Expansion`; given values are no points of all values.
     """
 
-    def __init__(self, group: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(group, *args, **kwargs)
-        self._args = (group, *args)
-        self.count = None if self._given else group.elements[0]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.count = None if self._given else self.group.elements[0]
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         count = self.group.elements[0]
@@ -122,7 +121,7 @@ class DiscreteStates(Expansion):
             # states in which nothing repeats, others in each instance of a plate
             which = (count * irregular(data.shape[:2], data, phase).abs()).long()
             value = which.reshape(*batch, size).to(self.values[self.first])
-            other = type(self)(*self._args, given={self.first: value})
+            other = self.anew(given={self.first: value})
             now = torch.stack([term.sum() for term in other.joint_terms(run(other))]).sum()
             before = torch.cat((which[:, :1], which[:, :-1]), 1)
             told = after[instance, steps, before, which].sum() + data[instance, steps, which].sum()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,18 @@ class Changed(Exception):
     """Ends an expansion that a run has shown to be made for another model: sizes, or what is observed, are others."""
 
 
-class Expansion:
+class Remade:
+    """What keeps how it was made, to be made again with other arguments."""
+
+    _make: Callable[..., Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        made._make = functools.partial(cls, *args, **kwargs)
+        return made
+
+
+class Expansion(Remade):
     """The log density of a group's children about some point, as a function of the members.
 
     Args:
@@ -85,7 +96,10 @@ class Expansion:
         finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
             prior, given what is drawn before.
         count: number of points, along a dim of their own to the left of all others; None without such a dim.
+        runs: number of expansions that it took to come here, this one included.
     """
+
+    runs = 1
 
     def __init__(
         self,
@@ -146,6 +160,12 @@ class Expansion:
         Where these are more than ``dims``, leading dims of size 1 are left out.
         """
         raise NotImplementedError
+
+    def anew(self, **changes: Any) -> Self:
+        """Returns the next expansion, made as this one was but for some arguments, as ``at`` or ``given``."""
+        other: Self = self._make(**changes)
+        other.runs, other.xi = self.runs + 1, self.xi
+        return other
 
     def apart(self) -> Self:
         """Returns the same conditionals for another pass, without what they were derived from."""
@@ -226,6 +246,11 @@ class Expansion:
         found = [sites[self.first]["fn"].log_prob(self.values[self.first])]
         found += [self.density(sites, child) for child in self.group.children if child in sites]
         return [each.detach().double() for each in found]
+
+    def summed(self, parts: Tensor, apart: Collection[int] = ()) -> Tensor:
+        """Returns sums over plates of numbers ``(*batch, *plates)``, but for some dims."""
+        plates = [dim for dim in range(-min(self.nesting, parts.dim()), 0) if dim not in apart]
+        return parts.sum(plates, keepdim=True) if plates else parts
 
     def _narrowed(self, scale: Any) -> Any:
         """Returns a scale without the dims that it alone has, along which it counts a density several times."""

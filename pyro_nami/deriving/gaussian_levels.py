@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -10,13 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "FEWEST_TOGETHER",
     "Level",
     "along_units",
+    "cholesky",
     "inverse_root",
     "solved",
     "times",
     "without_gaps",
 ]
+
+# Derivatives from which one pass backward takes all of them, by vmap, whose first use costs 0.2 s. A season of 12 steps
+# reads 22 elements back, and takes 18 times as long one by one.
+FEWEST_TOGETHER = 5
 
 
 class Level(NamedTuple):
@@ -78,7 +86,7 @@ class Level(NamedTuple):
         whitening, others = prior[..., : self.size], prior[..., self.size :]
         root = solved(whitening, torch.eye(self.size, dtype=own.dtype, device=own.device))
         precision = self.proper.diag() + _product(root.mT, _product(own, root))
-        lower, failed = _cholesky(precision)
+        lower, failed = cholesky(precision)
         undecided = None
         if not bool(self.proper.all()):
             pivots = lower.diagonal(dim1=-2, dim2=-1).square()
@@ -87,7 +95,7 @@ class Level(NamedTuple):
         if not torch.jit.is_tracing() and bool(failed.any()):
             lack = _lack(precision, failed)
             own = own + whitening.mT @ lack @ whitening
-            lower, _ = _cholesky(precision + lack)
+            lower, _ = cholesky(precision + lack)
         mean = -_product(root, others)
         moved = _product(own, mean) + rest
         gain = solved(lower, _product(root.mT, moved), upper=False)
@@ -121,8 +129,8 @@ def solved(root: Tensor, right: Tensor, upper: bool = True) -> Tensor:
     return torch.linalg.solve_triangular(root, right, upper=upper)
 
 
-def _cholesky(precision: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns Cholesky factors, and which matrices have none."""
+def cholesky(precision: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns Cholesky factors, and which matrices have none; of one element many times as fast."""
     if precision.shape[-1] == 1:
         positive = precision > 0
         return torch.where(positive, precision, 1.0).sqrt(), ~positive[..., 0, 0]
@@ -169,17 +177,16 @@ def along_units(
     # As single numbers, since a traced tensor's shape is none that autograd can compare.
     totals = [units[name].reshape(count, -1) @ part.flatten() for name, part in moving.items()]
     total = torch.stack(totals).sum(0)
-    found = torch.autograd.grad(
-        total.unbind(),
-        inputs,
-        torch.eye(count, dtype=total.dtype, device=total.device).unbind(),
-        is_grads_batched=True,
-        create_graph=graph,
-        retain_graph=True,
-        materialize_grads=True,
+    take = functools.partial(
+        torch.autograd.grad, create_graph=graph, retain_graph=True, materialize_grads=True
     )
-    # zeros, of inputs that no part depends on, lack the dim of the units
-    return [each.expand(count, *leaf.shape) for each, leaf in zip(found, inputs)]
+    if count >= FEWEST_TOGETHER:
+        eye = torch.eye(count, dtype=total.dtype, device=total.device)
+        with suppress(RuntimeError):  # an operation that vmap does not know
+            found = take(total.unbind(), inputs, eye.unbind(), is_grads_batched=True)
+            # zeros, of inputs that no part depends on, lack the dim of the units
+            return [each.expand(count, *leaf.shape) for each, leaf in zip(found, inputs)]
+    return [torch.stack(rows) for rows in zip(*(take(each, inputs) for each in total.unbind()))]
 
 
 def times(matrix: Tensor, x: Tensor) -> Tensor:

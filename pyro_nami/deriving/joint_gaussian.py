@@ -49,10 +49,8 @@ class JointGaussian(SecondOrder):
         group, leading, nesting, differentiable, away, sizes, at: as for `SecondOrder`.
     """
 
-    def __init__(self, *args: Any, at: Values | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, at=at, **kwargs)
-        self._args, self._kwargs = args, kwargs
-        self.runs = 1
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         # member -> the value at which later conditionals were last computed, and its offset
         self._offsets: dict[str, tuple[Tensor, Tensor]] = {}
         self._order = list(reversed(self._first))  # of drawing
@@ -61,12 +59,6 @@ class JointGaussian(SecondOrder):
     def has_moved(self) -> bool:
         """Whether it ended elsewhere than where it was made to start."""
         return self.runs > 1
-
-    def moved_to(self, at: Values) -> Self:
-        """Returns the expansion about another point."""
-        other = type(self)(*self._args, **self._kwargs, at=at)
-        other.runs, other.xi = self.runs + 1, self.xi
-        return other
 
     def apart(self) -> Self:
         other = super().apart()
@@ -167,7 +159,7 @@ class JointGaussian(SecondOrder):
             roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
             far = (moved * roots).abs()
             if bool(((far > farthest) & (far < torch.inf)).any()):
-                return self.moved_to(means)
+                return self.anew(at=means)
         return None
 
     def conditional(self, name: str, values: Values, dims: int | None = None) -> Any:

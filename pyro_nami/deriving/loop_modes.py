@@ -112,7 +112,7 @@ class StatesAboutMode(LoopStates):
         if not bool(known.all()):
             uphill = self.step(parts._replace(curvature=_positive(parts.curvature)))
             way = torch.where(known, way, uphill)
-        gain = self._of_sets((way * vector(parts.whole_slope(), value)).sum(-1)) / 2
+        gain = self.summed((way * vector(parts.whole_slope(), value)).sum(-1)) / 2
         going = gain > self._enough()
         if bool(going.any()) and self.runs < MOST_RUNS:
             return self._reached(_ModeStep(value.detach(), way, total, going.to(way)))
@@ -136,7 +136,8 @@ class StatesAboutMode(LoopStates):
         if flaw or self.group.drawn is self.group:
             return flaw
         mode = {self.first: self.mean().detach().to(self.values[self.first])}
-        near: Any = NearestStates(self.group.drawn, *self._args[1:], at=mode)
+        rest = self.nesting, self.differentiable
+        near: Any = NearestStates(self.group.drawn, self.leading, *rest, at=mode)
         near, _ = solved(near, run(near), run)
         return "" if near.is_near else _FAR_FROM_NORMAL
 
@@ -176,12 +177,11 @@ class StatesAboutMode(LoopStates):
         if not self._is_smooth(run, mean + line[0] * deviations, mean + line[-1] * deviations):
             return "the log density of the data is not concave in the states, and may jump"
         starts = torch.cat((mean + line * deviations, mean + line * deviations * signs))
-        group, leading, *rest = self._args
-        leading = (len(starts), *leading)
-        others = StatesAboutMode(group, leading, *rest, at={self.first: starts})
+        leading, rest = (len(starts), *self.leading), (self.nesting, self.differentiable)
+        others: Any = StatesAboutMode(self.group, leading, *rest, at={self.first: starts})
         others, there = solved(others, run(others), run)
         apart = ((others.mean() - mean) / self.deviations()).abs()
-        is_elsewhere = self._of_sets((apart > MOST_APART).any(-1).double()) > 0
+        is_elsewhere = self.summed((apart > MOST_APART).any(-1).double()) > 0
         counts = others._height(there) > self._height(sites) - NEGLIGIBLE
         if bool((is_elsewhere & counts).any()):
             return "searches for the mode of the states end at several"
@@ -245,12 +245,8 @@ class StatesAboutMode(LoopStates):
 
     def _height(self, sites: Sites) -> Tensor:
         """Returns the joint log density in nats of each batch, plates summed."""
-        total: Any = sum(map(self._of_sets, self.joint_terms(sites)))
+        total: Any = sum(map(self.summed, self.joint_terms(sites)))
         return total
-
-    def _of_sets(self, term: Tensor) -> Tensor:
-        plates = list(range(-min(self.nesting, term.dim()), 0))
-        return term.sum(plates, keepdim=True) if plates else term
 
     def _shortened(self, total: Tensor) -> _ModeStep | None:
         """Returns a shorter step, where the one that led here lost height."""
@@ -338,10 +334,9 @@ class NearestStates(StatesAboutMode):
 
     def _spread(self) -> NearestStates:
         """Returns the next round, which averages over what was found."""
-        other = type(self)(*self._args, **self._kwargs)
-        mean, deviation = self.mean().double(), self.deviations().double()
-        other.runs, other.xi, other.unfound = self.runs + 1, self.xi, self.unfound
-        other._about, other._rounds = (mean, deviation), self._rounds + 1
+        other = self.anew(at=None)
+        other._about = self.mean().double(), self.deviations().double()
+        other._rounds, other.unfound = self._rounds + 1, self.unfound
         other.count, other.is_near = NEAREST_POINTS, self.is_near
         return other
 

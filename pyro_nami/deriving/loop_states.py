@@ -13,8 +13,6 @@ References:
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,7 +31,7 @@ from pyro_nami.deriving.expansion import (
     solved,
     squeezed,
 )
-from pyro_nami.deriving.gaussian_levels import times
+from pyro_nami.deriving.gaussian_levels import along_units, times
 from pyro_nami.deriving.joint_gaussian import MOST_CLOSER
 from pyro_nami.deriving.newton import rounding_of_rows
 from pyro_nami.factors.markov_normal import MarkovNormal
@@ -53,10 +51,6 @@ __all__ = [
     "quadratic_of",
     "vector",
 ]
-
-# Derivatives from which one pass backward takes all of them, by vmap, whose first use costs 0.2 s. A season of 12 steps
-# reads 22 elements back, and takes 18 times as long one by one.
-FEWEST_TOGETHER = 5
 
 _NOT_QUADRATIC = (
     "the log density of '{}' is not quadratic: it is off by {:.2g} nats {:g} deviations away"
@@ -147,12 +141,10 @@ class LoopStates(Expansion):
     unfound = False
     unsolved = "the log density of the data is not quadratic in the states: it is curved upwards"
 
-    def __init__(self, group: Any, *args: Any, at: Values | None = None, **kwargs: Any) -> None:
-        super().__init__(group, *args, **kwargs)
-        self._args, self._kwargs = (group, *args), kwargs
+    def __init__(self, *args: Any, at: Values | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._at = dict(at or {})
-        self._width, self._back, self._span = group.band
-        self.runs = 1
+        self._width, self._back, self._span = self.group.band
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         at = self._at.get(name, prior.mean)
@@ -162,9 +154,7 @@ class LoopStates(Expansion):
 
     def moved(self, value: Tensor) -> Self:
         """Returns the expansion about other values of the states."""
-        other = type(self)(*self._args, **self._kwargs, at={self.first: value})
-        other.runs, other.xi = self.runs + 1, self.xi
-        return other
+        return self.anew(at={self.first: value})
 
     def quadratic(self, sites: Sites, graph: bool) -> Quadratic:
         """Returns the expansion about the values of a run; graph: of which gradients may be taken."""
@@ -297,7 +287,7 @@ class LoopStates(Expansion):
             value: of the states.
             count: number of points, along the first dim; None without such a dim.
         """
-        other = type(self)(*self._args, **{**self._kwargs, "given": {self.first: value}})
+        other = self.anew(given={self.first: value})
         other.count = count
         return other
 
@@ -414,20 +404,9 @@ def _derivatives(of: Tensor, by: Tensor, units: Tensor, graph: bool) -> Tensor:
         units: weights of each sum, ``(sums, size)``.
         graph: whether gradients of the result may be taken.
     """
-    if not of.requires_grad:
-        return torch.zeros_like(by).unsqueeze(-1).expand(*by.shape, len(units))
-    take = partial(
-        torch.autograd.grad, retain_graph=True, create_graph=graph, materialize_grads=True
-    )
-    if len(units) >= FEWEST_TOGETHER and not torch.jit.is_tracing():
-        weights = units.reshape(len(units), *(1,) * (of.dim() - 1), -1)
-        with suppress(RuntimeError):  # an operation that vmap does not know
-            (found,) = take(
-                of, by, weights.expand(len(units), *of.shape).to(of), is_grads_batched=True
-            )
-            return found.movedim(0, -1)
-    # as a single number, since a traced tensor's shape is none that autograd can compare
-    return torch.stack([take((of * unit).sum(), by)[0] for unit in units], -1)
+    total = of.reshape(-1, of.shape[-1]).sum(0)
+    (found,) = along_units({"total": total}, {"total": units}, [by], graph)
+    return found.movedim(0, -1)
 
 
 def blocks(value: Tensor, width: int, filled: float = 0.0) -> Tensor:

@@ -15,11 +15,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyro_nami.deriving.bent_vector import RUN_POINTS
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.grid_search import Box, search
 from pyro_nami.deriving.grids import HALF, SIZE, LineDensity, bent, slope_of
-from pyro_nami.deriving.latent_vector import LatentVector
+from pyro_nami.deriving.latent_vector import LatentVector, UnconstrainedDensity
 from pyro_nami.factors.distribution import SiteDistribution
+from pyro_nami.messages import quoted
 from pyro_nami.program.runner import Values
 
 __all__ = ["Marginal"]
@@ -51,15 +53,9 @@ class Marginal:
     ) -> None:
         self.group = group
         self._coordinates = coordinates
-
-        def log_prob(places: Tensor) -> Tensor:
-            """Returns the log density at places in unconstrained space ``(points, *batch, members)``."""
-            values = coordinates.values(places)
-            total = log_density(values) + coordinates.log_abs_det(places, values)
-            return total.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
-
-        names = ", ".join(map(repr, group.members))
-        self._box, table, found = search(log_prob, box, f"the log density of {names}")
+        density = UnconstrainedDensity(coordinates, log_density, RUN_POINTS)
+        what = f"the log density of {quoted(group.members)}"
+        self._box, table, found = search(density.log_prob, box, what)
         self._table = table.unflatten(0, (SIZE,) * len(group.members))
         self.finite = dict.fromkeys(group.members, found)
 

@@ -11,7 +11,7 @@ step. The curvature is taken at the mode once more, with its gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -134,12 +134,12 @@ class Newton(JointGaussian):
                 parameters_of(*self._densities.values(), but=self.values.values())
             )
         if self.group.is_tabulated:
-            return Tabulated(*self._args[:3], differentiable, near=self)
+            return Tabulated(self.group, self.leading, self.nesting, differentiable, near=self)
         if not differentiable:
             return None
         self.differentiable = True
         self.expand(sites, children)
-        last = self.moved_to({})
+        last = self.anew(at={})
         last._at = self.means()  # with their gradients
         last._is_last, last.unfound = True, self.unfound
         return last
@@ -155,8 +155,8 @@ class Newton(JointGaussian):
     def _reached(self, step: LineStep) -> Newton:
         """Returns the expansion about the point that a step leads to."""
         lengths = {name: self._beside(name, step.length) for name in step.start}
-        other = self.moved_to(
-            {name: start + lengths[name] * step.along[name] for name, start in step.start.items()}
+        other = self.anew(
+            at={name: at + lengths[name] * step.along[name] for name, at in step.start.items()}
         )
         other._step = step
         return other
@@ -219,7 +219,7 @@ class Newton(JointGaussian):
         for name, step in direction.items():
             product, events = (slopes[name] * step).double(), len(self.priors[name].event_shape)
             product = product.sum(tuple(range(-events, 0))) if events else product
-            total = total + self._summed(product, self._apart.values())
+            total = total + self.summed(product, self._apart.values())
         return total
 
     def _joint(self, sites: Sites) -> tuple[Tensor, Tensor]:
@@ -231,18 +231,13 @@ class Newton(JointGaussian):
         apart = [
             dim for plate, dim in self._apart.items() if all(plate in frames for frames in within)
         ]
-        parts = [self._summed(self.density(sites, name).detach().double(), apart) for name in names]
+        parts = [self.summed(self.density(sites, name).detach().double(), apart) for name in names]
         if any(part.dim() > len(self.leading) for part in parts):  # the model mixes up its dims
             return (torch.zeros_like(parts[0].sum()),) * 2
         total: Any = sum(parts)
-        variances = (self._summed(each.square(), apart) for each in self.rounding(sites))
+        variances = (self.summed(each.square(), apart) for each in self.rounding(sites))
         deviation = sum(variances, torch.zeros_like(total)).sqrt()
         return total, ROUNDING * self._eps * total.abs() + deviation
-
-    def _summed(self, parts: Tensor, apart: Collection[int]) -> Tensor:
-        """Returns sums over plates of numbers ``(*batch, *plates)``, but for some dims."""
-        plates = [dim for dim in range(-min(self.nesting, parts.dim()), 0) if dim not in apart]
-        return parts.sum(plates, keepdim=True) if plates else parts
 
     def _beside(self, name: str, each: Tensor) -> Tensor:
         """Returns numbers of sets of instances in a shape that broadcasts with a member's values."""
@@ -253,7 +248,7 @@ class Newton(JointGaussian):
 
     def mode(self) -> Newton:
         """Returns the expansion about the mode, of one that is solved."""
-        return self.moved_to(self.means())
+        return self.anew(at=self.means())
 
     def line(self, place: float) -> tuple[Newton, float]:
         """Returns the expansion about a point on a line from the mode, of one that is solved, and its squared distance.
@@ -268,7 +263,7 @@ class Newton(JointGaussian):
             lengths.append(float(deviations.double().square().sum()))
             return normal.at(deviations).reshape(normal.batch_shape + normal.event_shape)
 
-        return self.moved_to(self.drawn(choose)), sum(lengths)
+        return self.anew(at=self.drawn(choose)), sum(lengths)
 
     def is_wider(self, far: Newton, length: float) -> bool:
         """Whether Normals are wider than priors, on a line of a squared length; concave densities only narrow them."""
@@ -280,8 +275,8 @@ class Newton(JointGaussian):
     def across(self, place: float) -> Newton:
         """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""
         ways = self._ways()
-        return self.moved_to(
-            {name: mean + place * ways[name] for name, mean in self.means().items()}
+        return self.anew(
+            at={name: mean + place * ways[name] for name, mean in self.means().items()}
         )
 
     def room(self) -> float:

@@ -21,6 +21,7 @@ from pyro_nami.deriving.expansion import (
     ROUNDING,
     TOLERANCE,
     Expansion,
+    Run,
     derivatives,
     irregular,
     parameters_of,
@@ -77,7 +78,6 @@ KINDS: dict[str, type[Expansion]] = {  # form -> the class that derives conditio
     "states enumerated": DiscreteStates,
     "Bernoulli": LinearBernoulli,
 }
-Run = Callable[[Any], Sites]  # an expansion -> the sites of its run
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class Refutation:
             return here, {}, _NOT_FINITE
         reason = OPEN if here.undecided() else ""
         if not reason:
-            here = here.moved_to(here.means())
+            here = here.anew(at=here.means())
             here, sites = solved(here, run(here), run)
             told = [sites[name] for name in group.children if name in sites]
             here.noise = ROUNDING * max(map(_rounding, told))

@@ -17,7 +17,8 @@ import torch
 from pyro.ops.stats import effective_sample_size
 from torch import Tensor
 
-from pyro_nami.fit.chains import MOST_R_HAT, largest_r_hat
+from pyro_nami.deriving.bent_vector import tempered
+from pyro_nami.fit.chains import MOST_R_HAT, SPREAD, largest_r_hat
 from pyro_nami.fit.verdict import LEAST_EFFECTIVE, Verdict, checked, untrusted
 from pyro_nami.inference.weighted_samples import Pool, WeightedSamples
 from pyro_nami.messages import quoted
@@ -121,9 +122,7 @@ def _walk(position: Tensor, log_density: Callable[[Tensor], Tensor]) -> tuple[Te
             "them. Check the values, and their supports."
         )
     # walkers begin where they are likely, but not all at one place
-    weights = height.softmax(0)
-    while 1 / weights.square().sum() < len(position) / 4 and (weights > 0).sum() > 1:
-        weights = weights.sqrt() / weights.sqrt().sum()
+    weights = tempered(height, SPREAD).softmax(0)
     chosen = torch.multinomial(weights, len(position), replacement=True)
     position, height = position[chosen], height[chosen]
     # copies of a walker differ a little, so that there are lines between them

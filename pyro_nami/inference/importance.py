@@ -48,7 +48,7 @@ from pyro_nami.program.memory import rows_in_memory
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner
 
-__all__ = ["Proposal", "as_data", "importance_sample", "weighted_draws"]
+__all__ = ["Proposal", "importance_sample", "weighted_draws"]
 
 
 def importance_sample(
@@ -120,20 +120,6 @@ def weighted_draws(
     return proposal.draw(ours, num - ours, chunk_size or rows_in_memory(elements))
 
 
-def as_data(observations: Any) -> Mapping[str, Any]:
-    """Returns data by site.
-
-    Raises:
-        TypeError: they are no mapping.
-    """
-    if not isinstance(observations, Mapping):
-        raise TypeError(
-            f"Expected data as a mapping from observed sites to values; got a {type(observations).__name__}. "
-            "Pass {'site': value}."
-        )
-    return observations
-
-
 CHECK = "Check the site's parameters and the data that it sees."
 
 
@@ -170,7 +156,7 @@ class Proposal:
     @classmethod
     def of(cls, target: Target, observations: Mapping[str, Any]) -> Proposal:
         """Returns the proposal of a target, on observed values; raises where guide and model do not fit."""
-        if as_data(observations):
+        if as_mapping(observations):
             target, _ = target.observing(observations)
         single = _weighed(target, target.one())
         nesting = max(plate_nesting(sites.values()) for sites in (single.guide, single.model))

@@ -92,7 +92,7 @@ class Observations:
         }
 
 
-def as_mapping(observations: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def as_mapping(observations: Any) -> Mapping[str, Any]:
     """Returns observations as a mapping, empty for None.
 
     Raises:
@@ -102,7 +102,8 @@ def as_mapping(observations: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     if not isinstance(observations, Mapping):
         raise TypeError(
-            f"Expected observations as a mapping from sites to values; got {type(observations).__name__}."
+            f"Expected data as a mapping from observed sites to values; got a {type(observations).__name__}. "
+            "Pass {'site': value}."
         )
     return observations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["guide_draws", "ranks_among"]
+__all__ = ["below", "density_ranks", "guide_draws", "ranks_among"]
 
 import torch
 from torch import Tensor
 
 from pyro_nami.inference.simulate import JointDraws
 from pyro_nami.inference.site_messages import Sites, Values
+from pyro_nami.inference.target import Extent, Target
 
 
 def guide_draws(sites: Sites, num_draws: int, truth: JointDraws) -> Values:
@@ -40,3 +41,16 @@ def ranks_among(draws: Tensor, truth: Tensor, name: str) -> Tensor:
     ties = (draws == truth).sum(0)
     chance = torch.rand(ties.shape, device=ties.device, dtype=torch.float64)
     return (draws < truth).sum(0) + (chance * (ties + 1)).long()
+
+
+def density_ranks(
+    target: Target, extent: Extent, draws: Values, truth: JointDraws, name: str
+) -> Tensor:
+    """Returns the number of draws of a guide of higher density than the true latents, ``(data sets,)``."""
+    drawn = -target.guide_log_prob(extent, draws)
+    return ranks_among(drawn, -target.guide_log_prob(extent, truth.latents), name)
+
+
+def below(ranks: Tensor, level: float, num_draws: int) -> Tensor:
+    """Returns the part of each rank's cell that lies below a level, so that shares are unbiased at every level."""
+    return (level * (num_draws + 1) - ranks).clamp(0, 1)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pyro_nami.deriving.loop_states import FEWEST_TOGETHER, banded_derivatives
+from pyro_nami.deriving.gaussian_levels import FEWEST_TOGETHER
+from pyro_nami.deriving.loop_states import banded_derivatives
 
 SIZE, WIDTH = 24, 8
 

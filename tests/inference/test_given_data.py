@@ -131,7 +131,9 @@ def test_observations_that_are_no_mapping_are_an_error():
         lambda: annealed_importance_sampling(crossed, guide, observations=y),
         lambda: misspecification(crossed, observations=y),
     ):
-        with pytest.raises(TypeError, match="as a mapping from sites to values; got Tensor"):
+        with pytest.raises(
+            TypeError, match="as a mapping from observed sites to values; got a Tensor"
+        ):
             call()
 
 
