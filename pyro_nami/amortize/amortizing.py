@@ -201,7 +201,7 @@ class _Training(NamedTuple):
             simulated,
             coverage=best.coverage,
             sizes=self._sizes(),
-            progress=self.progress,
+            progress=self.chosen.progress,
         )
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
