@@ -37,8 +37,6 @@ RUN_POINTS = 256
 # Share of weighted points that are effective after weights are raised to a power; without it, a few points far out
 # have all the weight.
 TEMPERED = 0.2
-# Power of weights at which a million nats are one: none is lower.
-LEAST_POWER = 1e-6
 # Change of a slope within a step of a grid, in nats per deviation, that only the edge of a support has.
 JUMP = 8.0
 
@@ -171,12 +169,15 @@ def effective_share(log_weight: Tensor) -> Tensor:
     return 1 / (len(weights) * weights.square().sum(0))
 
 
-def tempered(log_weight: Tensor, share: float) -> Tensor:
-    """Returns log weights ``(points, *batch)`` times a power at which a share of the points is effective."""
+def tempered(log_weight: Tensor, share: float, *, least: float = 1e-6) -> Tensor:
+    """Returns log weights ``(points, *batch)`` times a power at which a share of the points is effective.
+
+    No power is below ``least``, at which a million nats are one.
+    """
     power = torch.ones_like(log_weight[0])
     few = power > 0
     while bool(few.any()):
         # of weights that are zero but for a few, no power makes more effective
-        few = (effective_share(power * log_weight) < share) & (power > LEAST_POWER)
+        few = (effective_share(power * log_weight) < share) & (power > least)
         power = torch.where(few, 0.7 * power, power)
     return power * log_weight

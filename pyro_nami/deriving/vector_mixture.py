@@ -21,8 +21,6 @@ from pyro_nami.deriving.nearest_normal import LEAST_GAIN, quasi_normal
 
 __all__ = ["Modes", "adapted_mixture", "modes_of", "shares_of"]
 
-# Share of its points that a part keeps. At 0.2 the tails of the weights of GLMM_Poisson have k-hat 0.72, at 0.5 0.50.
-LEAST_SHARE = 0.5
 # Deviations of a part that guards the tails of a part about a mode, relative to the deviations of the latter. At 2
 # radon's weights have k-hat 0.97, at 1.5 they have no tail.
 WIDE = 1.5
@@ -147,9 +145,12 @@ def _mixed(shares: Tensor, log_q: Tensor) -> Tensor:
     return (shares.log()[:, None] + log_q).logsumexp(0)
 
 
-def _fitted(shares: Tensor, log_q: Tensor, weights: Tensor) -> Tensor:
-    """Returns shares that are nearer to the weighted points, by expectation maximization."""
-    least = LEAST_SHARE * shares
+def _fitted(shares: Tensor, log_q: Tensor, weights: Tensor, *, kept: float = 0.5) -> Tensor:
+    """Returns shares that are nearer to the weighted points, by expectation maximization.
+
+    Each part keeps a share of its points: at 0.2 the tails of the weights of GLMM_Poisson have k-hat 0.72, at 0.5 0.50.
+    """
+    least = kept * shares
     for _ in range(20):  # most change within a few steps
         owned = (shares.log()[:, None] + log_q - _mixed(shares, log_q)).exp() @ weights
         shares = torch.maximum(owned, least)

@@ -131,9 +131,7 @@ def fit(
             interrupted = Interrupted("fit was interrupted; see `partial` for what it had found.")
             interrupted.partial = search.partial()
             raise interrupted from error
-    if not posterior.verdict.is_trusted:
-        warn(f"The posterior is {posterior.verdict}")
-    _warn_of_modes(posterior.guide)
+    _warn_of(posterior)
     return posterior
 
 
@@ -295,8 +293,14 @@ class _Fitting:
                 )
 
 
-def _warn_of_modes(guide: Any) -> None:
-    """Warns where modes could not be searched for, as weights and chains tell little of a mode without draws."""
+def _warn_of(posterior: Posterior) -> None:
+    """Warns of draws that are not to be trusted, and where modes could not be searched for.
+
+    Weights and chains tell little of a mode without draws.
+    """
+    if not posterior.verdict.is_trusted:
+        warn(f"The posterior is {posterior.verdict}")
+    guide = posterior.guide
     failed = first_latents.FAILED_SEARCH
     reasons = {name: guide.rules[name].reason for name in learned(guide)}
     unsearched = {name: each for name, each in reasons.items() if failed in each}

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["Posterior", "derivation", "learned"]
 
 DERIVED = {"exact", "quadrature", "prior"}  # rules of conditionals in closed form, or on a grid
-MOST_NAMED = 3  # latents in a sentence
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -371,7 +370,7 @@ def learned(guide: Any) -> list[str]:
     return [name for name, note in guide.rules.items() if note.rule == "learned"]
 
 
-def derivation(guide: Any) -> str:
+def derivation(guide: Any, *, most_named: int = 3) -> str:
     """Returns how all conditionals of a guide are derived, as words of a verdict; empty if some are not derived."""
     rules = getattr(guide, "rules", None)
     if rules is None or not {note.rule for note in rules.values()} <= DERIVED:
@@ -381,8 +380,8 @@ def derivation(guide: Any) -> str:
         return "all conditionals are in closed form"
     if len(on_grid) == len(rules):
         return "all conditionals are by quadrature"
-    more = "" if len(on_grid) <= MOST_NAMED else f" and {len(on_grid) - MOST_NAMED} more"
-    named = quoted(on_grid[:MOST_NAMED]) + more
+    more = "" if len(on_grid) <= most_named else f" and {len(on_grid) - most_named} more"
+    named = quoted(on_grid[:most_named]) + more
     return f"conditionals are in closed form, or by quadrature ({named})"
 
 

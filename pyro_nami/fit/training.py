@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -59,12 +60,7 @@ def train(
     elbo = Trace_ELBO(particles, model.target.nesting, vectorize_particles=model.is_at_once)
     _, args, kwargs, *_ = target.program
     held = poutine.block(model.target.program.model, hide_types=["param"])  # which stay as they are
-
-    @torch.no_grad()
-    def loss() -> float:
-        mean = fmean(elbo.loss(held, guide, *args, **kwargs) for _ in range(20))
-        return math.inf if math.isnan(mean) else mean
-
+    loss = functools.partial(_loss, elbo, held, target)
     end, a_round = time.process_time() + seconds, 0.0
     best, weights = loss(), copy.deepcopy(guide.state_dict())
     while time.process_time() + 2 * a_round <= end:
@@ -80,13 +76,19 @@ def train(
         now = loss()
         if now <= best:
             best, weights = now, copy.deepcopy(guide.state_dict())
-        if math.isinf(
-            now
-        ):  # a draw has left a support that latents move, and no gradient leads back
-            break
+        if math.isinf(now):
+            break  # a draw has left a support that latents move, and no gradient leads back
         before, found = time.process_time(), weigh()
         per_effective = (time.process_time() - before) / float(found.effective_sample_size)
         if found.pareto_k <= K_MAX and num * per_effective < 2 * a_round:
             break
         steps, rate = 2 * steps, rate / 2
     guide.load_state_dict(weights)
+
+
+@torch.no_grad()
+def _loss(elbo: Trace_ELBO, model: Callable, target: Target, *, count: int = 20) -> float:
+    """Returns the average of some losses of a target's guide in nats; infinite where one is no number."""
+    _, args, kwargs, *_ = target.program
+    mean = fmean(elbo.loss(model, target.guide, *args, **kwargs) for _ in range(count))
+    return math.inf if math.isnan(mean) else mean

@@ -152,9 +152,8 @@ def first_call(
     if not lifted:
         prototype = _started(program, options, prototype)
     # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
-    model = poutine.condition(program.model, subsamples(prototype.nodes))
-    program = program._replace(model=model)
-    with untouched(model):
+    program = program._replace(model=poutine.condition(program.model, subsamples(prototype.nodes)))
+    with untouched(program.model):
         # A guide's structure and scales are a function of the model and its arguments, not of the seed.
         seed_rng(0)
         found = _extracted(program, options, prototype.nodes, lifted, learned)
@@ -177,7 +176,7 @@ def first_call(
         program=program,
         options=options,
         found=found,
-        net=with_hidden_evidence(net) if is_blocked(model) else net,
+        net=with_hidden_evidence(net) if is_blocked(program.model) else net,
         prototype=prototype,
         nodes=nodes,
         draws=draws,

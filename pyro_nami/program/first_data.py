@@ -26,9 +26,6 @@ from pyro_nami.program.runner import Message, Runner
 
 __all__ = ["checked_run"]
 
-# Runs at other latents that tell whether these move a support. At ten times fewer, a discrete latent may have the same
-# value in all; ten times more only delay an error.
-RUNS = 8
 MAY_BE_NAN = (NanMaskedNormal, NanMaskedMultivariateNormal)
 
 
@@ -111,13 +108,16 @@ def _outside(site: Message) -> Tensor:
     return nothing
 
 
-def _is_fixed(program: Program, name: str, support: Constraint) -> bool:
-    """Whether a support is the same in runs at other latents; that of a Uniform up to an unknown bound is not."""
+def _is_fixed(program: Program, name: str, support: Constraint, *, runs: int = 8) -> bool:
+    """Whether a support is the same in runs at other latents; that of a Uniform up to an unknown bound is not.
+
+    In fewer ``runs`` a discrete latent may have the same value in all.
+    """
     if not has_tensor_bounds(support):
         return True
     bounds = _bounds(support)
     with torch.no_grad(), forked_rng():
-        for _ in range(RUNS):
+        for _ in range(runs):
             site = program.run(Runner({})).get(name)
             others = [] if site is None else _bounds(support_of(innermost(site["fn"])))
             if not (len(others) == len(bounds) and all(map(torch.equal, bounds, others))):
