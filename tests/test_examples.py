@@ -31,7 +31,7 @@ def test_quickstart_prints_network_inverse_and_table_and_writes_plots(tmp_path):
         "AutoMultivariateNormal",
         "AutoStructured",
         "pyro_nami.fit",
-        "exact: all conditionals",
+        "exact: conditionals",
     ):
         assert guide in printed
     assert "-31.3113 nats" in printed  # by an independent adaptive quadrature

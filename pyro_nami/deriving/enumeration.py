@@ -13,6 +13,7 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
+from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 from torch.distributions.kl import register_kl
 
@@ -27,13 +28,21 @@ __all__ = ["Enumeration", "without_score"]
 class _WithoutScore:
     """A discrete conditional whose draws ELBOs take for reparametrized, which leaves out the score function.
 
-    log p(z, children) - log q(z) does not depend on z, so nothing has to tell better values of z from worse ones.
+    log p(z, children) - log q(z) does not depend on z, so nothing has to tell better values of z from worse ones. Values
+    that are not drawn, as where Pyro enumerates them, have the score, as their weights are taken from it.
     """
 
     has_rsample = True
+    _drawn: Tensor | None = None
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        return self.sample(sample_shape)  # type: ignore[attr-defined]
+        self._drawn = self.sample(sample_shape)  # type: ignore[attr-defined]
+        return self._drawn
+
+    def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
+        """Returns the parts of the log density, the score among them for values that are not drawn from this."""
+        log_prob = self.log_prob(x, *args, **kwargs)  # type: ignore[attr-defined]
+        return ScoreParts(log_prob, *((0, log_prob) if x is self._drawn else (log_prob, 0)))
 
 
 _KINDS: dict[type, Any] = {

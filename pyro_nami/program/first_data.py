@@ -94,18 +94,17 @@ def _missing(site: Message) -> int:
 def _outside(site: Message) -> Tensor:
     """Returns which values of an observed site are outside of its support, ``(*batch, *event)`` less innermost dims."""
     fn: Any = innermost(site["fn"])
-    value = site["value"].expand(site["fn"].shape())
-    nothing = torch.zeros(value.shape[: value.dim() - fn.event_dim], dtype=torch.bool)
-    if not fn._validate_args or isinstance(fn, MAY_BE_NAN):
-        return nothing
-    with suppress(NotImplementedError):
-        outside = ~support_of(fn).check(value)
-        mask = element_mask(site)
-        if mask is None:
-            return outside
-        own = range(-fn.event_dim, 0)
-        return outside & (mask.expand(value.shape).amax(tuple(own)) if own else mask)
-    return nothing
+    value, shape = site["value"], site["fn"].shape()
+    is_of_shape = value.dim() <= len(shape)  # own types may declare another
+    if is_of_shape and fn._validate_args and not isinstance(fn, MAY_BE_NAN):
+        with suppress(NotImplementedError):
+            outside = ~support_of(fn).check(value.expand(shape))
+            mask = element_mask(site)
+            if mask is None:
+                return outside
+            own = tuple(range(-len(fn.event_shape), 0))
+            return outside & (mask.expand(shape).amax(own) if own else mask)
+    return torch.zeros((), dtype=torch.bool)
 
 
 def _is_fixed(program: Program, name: str, support: Constraint, *, runs: int = 8) -> bool:

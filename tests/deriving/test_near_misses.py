@@ -532,13 +532,6 @@ def rate_of_a_rate(y):
         pyro.sample("y", dist.Normal(w, 1.0), obs=y)
 
 
-def exclusive(y):
-    """Two states that data couple."""
-    z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
-    w = pyro.sample("w", dist.Bernoulli(torch.tensor(0.4)))
-    pyro.sample("y", dist.Normal((z - w) ** 2, 1.0), obs=y[0])
-
-
 def neighbours(y):
     with pyro.plate("rows", len(y)):
         z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0).expand([len(y)]))
@@ -598,7 +591,6 @@ SEVERAL = {
     "weights that are zero as yet": Case(weight_in_waiting, (Y,)),
     "two scales": Case(two_scales, (Y,)),
     "a rate of a rate": Case(rate_of_a_rate, (Y.exp(),)),
-    "exclusive or": Case(exclusive, (Y,)),
     "products of neighbours": Case(neighbours, (Y,)),
     "states of neighbours": Case(states_of_neighbours, (Y,)),
 }

@@ -53,18 +53,18 @@ def test_two_guides_may_share_an_optimizer():
     assert rates == pytest.approx([0.1, 0.2], abs=1e-5)  # Adam's first step is its rate
 
 
-def test_nothing_waits_for_guides_that_are_gone_or_are_known():
-    before = len(known_parameters._waiting)
+def test_nothing_waits_for_parameters_that_are_gone_or_have_been_replaced():
+    before = len(known_parameters._heirs)
     old, new = pair(2), pair(2)
     hand_over(old, new)
-    assert len(known_parameters._waiting) == before + 1
-    optimizer = torch.optim.SGD(pair(1), lr=0.1)
-    del new
+    assert len(known_parameters._heirs) == before + 1
+    del old
     gc.collect()
-    stepped(optimizer, optimizer.param_groups[0]["params"])
-    assert len(known_parameters._waiting) == before
-    old, new = pair(2), pair(2)
-    optimizer = torch.optim.SGD(new, lr=0.1)  # as Pyro's are, made when parameters are met
+    assert len(known_parameters._heirs) == before
+    old = pair(2)
+    optimizer = torch.optim.SGD([*old, *new], lr=0.1)  # which knows the new ones, too
     hand_over(old, new)
     stepped(optimizer, new)
-    assert len(known_parameters._waiting) == before
+    assert len(known_parameters._heirs) == before
+    assert [id(each) for each in optimizer.param_groups[0]["params"]] == [id(new[0])]
+
