@@ -7,7 +7,7 @@ points of the grid. The error falls with the fourth power of the grid's step.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.deriving.expansion import squeezed
-from pyro_nami.factors.knots import KnotTransform
-from pyro_nami.factors.truncated_normal import TruncatedNormal
+from pyro_nami.factors.knots import bent_normal
 
 __all__ = [
     "FLOOR",
@@ -135,15 +134,10 @@ def bent(
         squeezed(each.expand(at.shape).movedim(0, -1), dims, 1)
         for each in (at, place, scale * slopes)
     )
-    parts = [each.reshape(*each.shape[:-1], *(1,) * event_dim, -1).to(like) for each in knots]
-    bend = KnotTransform(torch.stack(torch.broadcast_tensors(*parts), -2))
-    zero = parts[1].new_zeros(parts[1].shape[:-1])
-    if bounds is None:
-        normal: Any = dist.Normal(zero, 1 + zero, validate_args=False)
-    else:
-        low, high = (bend.straighten(each.expand(zero.shape))[0] for each in bounds)
-        normal = TruncatedNormal(zero, 1 + zero, low, high, validate_args=False)
-    return dist.TransformedDistribution(normal, [bend], validate_args=False)
+    x, y, slopes = (
+        each.reshape(*each.shape[:-1], *(1,) * event_dim, -1).to(like) for each in knots
+    )
+    return bent_normal(x, y, slopes, bounds)
 
 
 def grid_like(size: int, like: Tensor) -> Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
+import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Transform, constraints
 
 from pyro_nami.factors.links import within
+from pyro_nami.factors.truncated_normal import TruncatedNormal
 
-__all__ = ["KnotTransform", "NeuralSpline"]
+__all__ = ["KnotTransform", "NeuralSpline", "bent_normal"]
 
 # widest ratio of two widths, two heights, or of a slope and 1
 LOG_SPAN = math.log(1e3)
@@ -81,8 +83,7 @@ class KnotTransform(Transform):
         knots = self._knots
         first = (knots[..., axis, 1:-1].detach() <= at.detach().unsqueeze(-1)).sum(-1)
         beside = torch.stack((first, first + 1), -1).unsqueeze(-2)
-        beside = beside.expand(first.shape + (3, 2))
-        found = knots.expand(*beside.shape[:-1], -1).gather(-1, beside)
+        found = _taken(knots, beside.expand(first.shape + (3, 2)))
         (left, low, up), (right, high, down) = (each.unbind(-1) for each in found.unbind(-1))
         return left, right - left, low, high - low, up, down
 
@@ -94,8 +95,14 @@ def _slope(
     return torch.addcmul(curved, rise, both, value=2) * (rise / bottom).square()
 
 
+def _taken(values: Tensor, places: Tensor) -> Tensor:
+    return values.expand(*places.shape[:-1], -1).gather(-1, places)
+
+
 class NeuralSpline(KnotTransform):
     """The map of a neural spline flow within bounds; the identity beyond, and at parameters of zero.
+
+    Only what lies beside a place is made of its parameters, as much of a flow's training goes by here.
 
     Args:
         params: ``(*batch, 3 bins - 1)``, any numbers: of the bins' widths and heights, and of slopes between them.
@@ -106,12 +113,41 @@ class NeuralSpline(KnotTransform):
     """
 
     def __init__(self, params: Tensor, *, bound: float = 5.0) -> None:
+        Transform.__init__(self, cache_size=1)
+        self._bound = bound
         bins = (params.shape[-1] + 1) // 3
         sides, slopes = params.split([2 * bins, bins - 1], -1)
-        sides = sides.unflatten(-1, (2, bins))
+        sides, self._slopes = sides.unflatten(-1, (2, bins)), F.pad(slopes, (1, 1))
         # A softmax, but for the division: bounded numbers need no shift, and torch's own is slow for rows this short.
-        sizes = (sides / (1 + sides.abs() * (2 / LOG_SPAN))).exp()
-        ends = F.pad(sizes.cumsum(-1), (1, 0))
-        places = ends * (2 * bound / ends[..., -1:]) - bound
-        slopes = F.pad((slopes / (1 + slopes.abs() / LOG_SPAN)).exp(), (1, 1), value=1.0)
-        super().__init__(torch.cat((places, slopes.unsqueeze(-2)), -2))
+        self._sizes = (sides / (1 + sides.abs() * (2 / LOG_SPAN))).exp()
+        self._ends = self._sizes.cumsum(-1)
+
+    def _bin(self, at: Tensor, axis: int) -> tuple[Tensor, ...]:
+        unit = 2 * self._bound / self._ends[..., -1]
+        with torch.no_grad():
+            place = ((at + self._bound) / unit[..., axis]).unsqueeze(-1).contiguous()
+            inner = self._ends[..., axis, :-1]
+            first = torch.searchsorted(
+                inner.expand(*place.shape[:-1], -1).contiguous(), place, right=True
+            )
+        both = first.unsqueeze(-1).expand(*first.shape[:-1], 2, 1)
+        sizes, ends = (_taken(each, both).squeeze(-1) for each in (self._sizes, self._ends))
+        slopes = _taken(self._slopes, torch.cat((first, first + 1), -1))
+        slopes = (slopes / (1 + slopes.abs() / LOG_SPAN)).exp()
+        left, low = ((ends - sizes) * unit - self._bound).unbind(-1)
+        width, height = (sizes * unit).unbind(-1)
+        return left, width, low, height, *slopes.unbind(-1)
+
+
+def bent_normal(
+    x: Tensor, y: Tensor, slopes: Tensor, bounds: tuple[Tensor, Tensor] | None = None
+) -> dist.TransformedDistribution:
+    """Returns standard Normal variables ``(*batch)`` after a `KnotTransform`, given that these are within bounds."""
+    zero, one = y.new_zeros(y.shape[:-1]), y.new_ones(y.shape[:-1])
+    bend = KnotTransform(torch.stack(torch.broadcast_tensors(x, y, slopes), -2))
+    if bounds is None:
+        normal: torch.distributions.Distribution = dist.Normal(zero, one, validate_args=False)
+    else:
+        low, high = (bend.straighten(each.expand(zero.shape))[0] for each in bounds)
+        normal = TruncatedNormal(zero, one, low, high, validate_args=False)
+    return dist.TransformedDistribution(normal, [bend], validate_args=False)
