@@ -28,8 +28,8 @@ __all__ = ["Enumeration", "without_score"]
 class _WithoutScore:
     """A discrete conditional whose draws ELBOs take for reparametrized, which leaves out the score function.
 
-    log p(z, children) - log q(z) does not depend on z, so nothing has to tell better values of z from worse ones. Values
-    that are not drawn, as where Pyro enumerates them, have the score, as their weights are taken from it.
+    log p(z, children) - log q(z) does not depend on z, so nothing has to tell better values of z from worse ones.
+    Values that are not drawn, as where Pyro enumerates them, have the score, as their weights are taken from it.
     """
 
     has_rsample = True

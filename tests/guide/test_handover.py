@@ -67,4 +67,3 @@ def test_nothing_waits_for_parameters_that_are_gone_or_have_been_replaced():
     stepped(optimizer, new)
     assert len(known_parameters._heirs) == before
     assert [id(each) for each in optimizer.param_groups[0]["params"]] == [id(new[0])]
-
