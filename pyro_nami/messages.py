@@ -43,7 +43,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 @contextmanager
 def once() -> Iterator[None]:
-    """Has each category of warnings of this package, `OneByOne`, come up once in one call of a user's."""
+    """A context, of one call of a user's, in which each warning category of this package is shown once."""
     token = _SAID.set(set())
     try:
         yield

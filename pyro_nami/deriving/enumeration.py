@@ -120,9 +120,7 @@ class Enumeration(ProbedExpansion):
             logits = _at(logits, self._which(before, values[before]), len(counts))
         behind = tuple(range(1, len(self.group.members) - place))
         logits = logits.logsumexp(behind) if behind else logits
-        if (
-            place
-        ):  # of members before it that cannot have these values, it does not matter what comes
+        if place:  # it does not matter what follows values that members before it cannot have
             logits = torch.where((logits == -torch.inf).all(0), torch.zeros_like(logits), logits)
         logits = logits.log_softmax(0).movedim(0, -1)
         return without_score(innermost(self.priors[name]))(squeezed(logits, dims, 1))

@@ -69,7 +69,7 @@ class Changed(Exception):
 
 
 class Remade:
-    """What keeps how it was made, to be made again with other arguments."""
+    """An object that keeps the arguments it was made with, so that it can be made again with some of them changed."""
 
     _make: Callable[..., Any]
 

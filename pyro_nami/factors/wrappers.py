@@ -48,9 +48,14 @@ def layers(distribution: Any) -> Iterator[Any]:
 
 
 def named_layers(distribution: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the `layers`, each behind the path to it: ``""``, ``"base_dist."``, ``"base_dist.base_dist."``."""
-    for depth, layer in enumerate(layers(distribution)):
-        yield depth * "base_dist.", layer
+    """Yields the `layers`, each behind the path to it: ``""``, ``"base_dist."``, ``"base_dist.base_dist."``.
+
+    Masks, expansions and event dims do not count: a call that masks a site finds the parameters of one that does not.
+    """
+    path = ""
+    for layer in layers(distribution):
+        yield path, layer
+        path += "" if isinstance(layer, _WRAPPERS) else "base_dist."
 
 
 def through_wrappers(

@@ -21,6 +21,7 @@ from pyro_nami.networks.running import tempered
 from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
+from pyro_nami.program.first_run import with_nan
 
 __all__ = ["standardized", "tell_observed"]
 
@@ -101,7 +102,4 @@ def _check(name: str, value: Tensor, plan: Plan) -> None:
         return
     missing = int(value.isnan().sum())
     if missing:
-        raise ValueError(
-            f"Expected data of site '{name}' without NaN; got {missing} of {value.numel()}. Mark missing values "
-            "with obs_mask=, or observe them by NanMaskedNormal."
-        )
+        raise with_nan(name, missing, value.numel())

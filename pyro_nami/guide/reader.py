@@ -34,6 +34,7 @@ __all__ = ["ARGUMENTS", "CallReader", "has_first_sizes"]
 
 # the node of all of them, where data are made of parameters
 ARGUMENTS = ("arguments of the model",)
+MASKS = ("masks among the arguments",)
 _FAILS = (
     "The model fails at the arguments of this call ({}: {}). The guide draws all latents as in training, at the sizes "
     "of training."
@@ -181,7 +182,7 @@ class CallReader:
     @property
     def names(self) -> list[Any]:
         """The nodes whose fingerprints a saved state may hold."""
-        return [*self.plan.sites, *map(covariates_of, self.plan.sites), ARGUMENTS]
+        return [*self.plan.sites, *map(covariates_of, self.plan.sites), ARGUMENTS, MASKS]
 
     def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device, where ``plan`` is."""
@@ -457,7 +458,8 @@ class CallReader:
         """Returns the fingerprints by which a call's data are compared with those of training.
 
         Minibatches of a subsampled plate are taken to be the same data. Values that move with the model's parameters,
-        or latents (a residual, say), are the same if the arguments are.
+        or latents (a residual, say), are the same if the arguments are. Boolean tensors among the arguments are masks,
+        which say what of the data counts.
         """
         names = filter(self._is_whole, self.plan.sites)
         values: dict[Hashable, Tensor] = {}
@@ -468,6 +470,8 @@ class CallReader:
                 values[covariates_of(name)] = call.covariates[name]
         if call.moving or call.program.computed:
             values[ARGUMENTS] = _joined(call.program.leaves())
+        if masks := [leaf for leaf in call.program.leaves() if _may_be_mask(leaf)]:
+            values[MASKS] = _joined(masks)
         return self.memory.data_of(values)
 
     def _tell(self, notice: str) -> None:
@@ -493,6 +497,10 @@ def _joined(leaves: Sequence[Any]) -> Tensor:
     """Returns the numbers of all tensors among the arguments in one vector, which begins with a zero."""
     tensors = [torch.zeros(1), *(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor))]
     return torch.cat([tensor.flatten().to("cpu", torch.float64) for tensor in tensors])
+
+
+def _may_be_mask(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype is torch.bool and leaf.dim() > 0
 
 
 def _is_step() -> bool:

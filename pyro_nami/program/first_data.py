@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from pyro import poutine
-from pyro.distributions import NanMaskedMultivariateNormal, NanMaskedNormal
 from pyro.poutine.util import is_validation_enabled, site_is_factor
 from torch import Tensor
 from torch.distributions.constraints import Constraint
@@ -18,15 +17,13 @@ from torch.distributions.constraints import Constraint
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.messages import quoted
-from pyro_nami.program.first_run import is_node
+from pyro_nami.program.first_run import MAY_BE_NAN, is_node, with_nan
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.program.masks import element_mask
 from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Message, Runner
 
 __all__ = ["checked_run"]
-
-MAY_BE_NAN = (NanMaskedNormal, NanMaskedMultivariateNormal)
 
 
 def checked_run(program: Program, run: Callable[[], poutine.Trace]) -> poutine.Trace:
@@ -68,10 +65,7 @@ def _check_data(program: Program, trace: poutine.Trace) -> None:
             )
         missing = _missing(site)
         if missing:
-            raise ValueError(
-                f"Expected data of site '{name}' without NaN; got {missing} of {value.numel()}. Mark missing values "
-                "with obs_mask=, or observe them by NanMaskedNormal."
-            )
+            raise with_nan(name, missing, value.numel())
         outside = _outside(site)
         if outside.any() and _is_fixed(program, name, support_of(fn)):
             example = value.expand(whole.shape())[outside].flatten()[0].item()

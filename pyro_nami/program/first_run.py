@@ -16,6 +16,7 @@ from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Message, Sites, make_whole
 
 __all__ = [
+    "MAY_BE_NAN",
     "allows_nan",
     "first_run",
     "is_delta",
@@ -27,7 +28,10 @@ __all__ = [
     "is_transparent",
     "subsamples",
     "unmarked",
+    "with_nan",
 ]
+
+MAY_BE_NAN = (NanMaskedNormal, NanMaskedMultivariateNormal)  # data of these may be
 
 
 class _InitContinuous(InitMessenger):
@@ -105,8 +109,14 @@ def subsamples(nodes: Sites) -> dict[str, Any]:
 def allows_nan(site: Message) -> bool:
     """Whether a site's value may be missing in part."""
     *_, fn = layers(site["fn"])
-    return site["mask"] is not None or isinstance(
-        fn, (NanMaskedNormal, NanMaskedMultivariateNormal)
+    return site["mask"] is not None or isinstance(fn, MAY_BE_NAN)
+
+
+def with_nan(name: str, missing: int, count: int) -> ValueError:
+    """Returns the error for data of a site with ``missing`` of ``count`` numbers that are NaN."""
+    return ValueError(
+        f"Expected data of site '{name}' without NaN; got {missing} of {count}. Mark missing values with obs_mask=, or "
+        "observe them by NanMaskedNormal."
     )
 
 

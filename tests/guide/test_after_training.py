@@ -640,6 +640,37 @@ def test_masks_of_a_later_call_change_nothing(share):
     assert ((draws.std(0) / covariance.diagonal().sqrt()).log().abs() < 0.1).all()
 
 
+def masked(x, y, mask=None):
+    """A slope whose likelihood takes a mask if one is given."""
+    slope = pyro.sample("slope", dist.Normal(0.0, 2.0))
+    with pyro.plate("rows", len(x)):
+        fn = dist.Normal(slope * x, 1.0)
+        pyro.sample("y", fn if mask is None else fn.mask(mask), obs=y)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_same_data_with_another_mask_are_other_data(exact):
+    """Also where a backward pass may come, as in a loss by `Trace_ELBO.loss`; a mask is an argument of its own."""
+    x, y = numbers(0, 20), numbers(1, 20)
+    mask = torch.arange(20) < 5
+
+    def answer(*args):
+        pyro.set_rng_seed(3)
+        return torch.stack([guide(*args)["slope"].detach() for _ in range(200)])
+
+    guide = AutoNaMIGuide(masked, exact=exact)
+    svi = SVI(masked, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    for _ in range(3):
+        svi.step(x, y)
+    before = answer(x, y)
+    torch.testing.assert_close(answer(x, y, mask), before)
+    torch.testing.assert_close(answer(x, y), before)
+    precision = x.square().sum() + 1 / 4
+    if exact:
+        off = before.mean() - (x * y).sum() / precision
+        assert abs(float(off)) < 5 / float(200 * precision) ** 0.5
+
+
 @pytest.mark.parametrize("rows", [30, 7])
 def test_rows_that_are_masked_are_predicted_at_their_own_inputs(rows):
     """Data that say nothing are no posterior to keep: a latent that is masked everywhere comes from the model."""

@@ -33,7 +33,7 @@ def test_parameters_are_unconstrained_and_seen_through_wrappers():
     rate = torch.tensor([1.0, 10.0])
     found = parameters(dist.Poisson(rate).mask(torch.tensor(True)))
     assert torch.allclose(next(iter(found.values())).squeeze(-1), rate.log())
-    assert parameters(dist.Normal(torch.zeros(2, 3), 1.0).to_event(1))["base_dist.loc"].shape == (
+    assert parameters(dist.Normal(torch.zeros(2, 3), 1.0).to_event(1))["loc"].shape == (
         2,
         3,
     )
