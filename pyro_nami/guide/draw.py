@@ -255,7 +255,8 @@ class _DrawingRun(Runner):
             return
         rule = self._rules.get(name)
         if rule is None:
-            if name not in plan.names and name not in self.values and is_latent(msg):
+            is_known = name in plan.names or name in self.values or name in plan.loops.wholes
+            if not is_known and is_latent(msg):
                 raise ValueError(new_site(name))
         elif msg["is_observed"] or name in self.values:
             predictive = plan.inverse.predictive - plan.semi_observed

@@ -524,11 +524,13 @@ def draws_of(guide, *args, count=100):
     return Predictive(forecast, guide=guide, num_samples=count)(*args)
 
 
-def test_forecasts_go_on_from_the_states(trained):
+@pytest.mark.parametrize("seen", [20, 0])
+def test_forecasts_go_on_from_the_states(trained, seen):
+    """Whether or not the call brings the data of training again."""
     guide, _, y = trained
     whole = draws_of(guide, y, 20)
     with pytest.warns(UserWarning, match="without 'z_20'"):
-        longer = draws_of(guide, y, 25)
+        longer = draws_of(guide, y[:seen], 25)
     off = longer["z_19"].mean() - whole["z_19"].mean()
     assert off.abs() < 5 * (2 / 100) ** 0.5 * whole["z_19"].std()
     steps = longer["z_24"] - longer["z_19"]
