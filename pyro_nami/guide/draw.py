@@ -242,6 +242,7 @@ class _DrawingRun(Runner):
             if isinstance(rule, LearnedStates):
                 self._rules |= rule.by_site(current)
         self._to_draw = frozenset(call.program.loops.names_of(drawn))
+        self._planned = current.plan.names | current.plan.loops.wholes.keys()
         self._drawn: set[str] = set()
 
     def restart(self) -> None:
@@ -255,8 +256,7 @@ class _DrawingRun(Runner):
             return
         rule = self._rules.get(name)
         if rule is None:
-            is_known = name in plan.names or name in self.values or name in plan.loops.wholes
-            if not is_known and is_latent(msg):
+            if is_latent(msg) and name not in self._planned and name not in self.values:
                 raise ValueError(new_site(name))
         elif msg["is_observed"] or name in self.values:
             predictive = plan.inverse.predictive - plan.semi_observed

@@ -300,7 +300,10 @@ class _Joint:
         return self._values() * max(self._further_grids(), default=1)
 
     def runs_on_grids(self) -> int:
-        """Returns the same for all further grids, one for each point of those before it: what takes time."""
+        """Returns the number of values of the largest observed site, times the points of all further grids.
+
+        That is how long a search takes, as each grid is made anew for every point of the grids before it.
+        """
         return self._values() * math.prod(self._further_grids())
 
     def _values(self) -> int:
