@@ -177,7 +177,7 @@ def tempered(log_weight: Tensor, share: float, *, least: float = 1e-6) -> Tensor
     power = torch.ones_like(log_weight[0])
     few = power > 0
     while bool(few.any()):
-        # of weights that are zero but for a few, no power makes more effective
+        # where all but a few weights are zero, no power makes more of them effective
         few = (effective_share(power * log_weight) < share) & (power > least)
         power = torch.where(few, 0.7 * power, power)
     return power * log_weight

@@ -213,7 +213,7 @@ class LazyGuide(AutoGuide):
             moving |= self._plan.program.computed | first.call.moving
         around = first.surroundings
         along = exchangeable_plates(first, self._reader.differing or first, moving)
-        # where masks alone differ, those of all data may
+        # if masks alone differ, all data are those of minibatches
         moving = frozenset(self._plan.loops.names_of(moving or self._plan.read))
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
         before = list(self.network.parameters())

@@ -86,7 +86,7 @@ def _missing(site: Message) -> int:
 
 
 def _outside(site: Message) -> Tensor:
-    """Returns which values of an observed site are outside of its support, ``(*batch, *event)`` less innermost dims."""
+    """Returns which values of a site are outside of its support, ``(*batch)``; False where that is not known."""
     fn: Any = innermost(site["fn"])
     value, shape = site["value"], site["fn"].shape()
     is_of_shape = value.dim() <= len(shape)  # own types may declare another

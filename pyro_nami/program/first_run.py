@@ -31,7 +31,7 @@ __all__ = [
     "with_nan",
 ]
 
-MAY_BE_NAN = (NanMaskedNormal, NanMaskedMultivariateNormal)  # data of these may be
+MAY_BE_NAN = (NanMaskedNormal, NanMaskedMultivariateNormal)  # whose data may hold NaN
 
 
 class _InitContinuous(InitMessenger):
